@@ -1,1 +1,1 @@
-"""TODO"""
+"""Pages wherever they live: layout, keys, pool and ledger, radix tree, codecs, transport, and the storage node."""
