@@ -19,7 +19,13 @@ def generate(protos: Path) -> None:
     out.mkdir(exist_ok=True)
     well_known = Path(grpc_tools.__file__).parent / "_proto"
     sources = [str(path) for path in sorted(protos.glob("headrace/v1/*.proto"))]
-    arguments = [f"-I{protos}", f"-I{well_known}", f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}"]
+    arguments = [
+        f"-I{protos}",
+        f"-I{well_known}",
+        f"--python_out={out}",
+        f"--pyi_out={out}",
+        f"--grpc_python_out={out}",
+    ]
     if protoc.main(["protoc", *arguments, *sources]) != 0:
         raise RuntimeError("protoc failed; its messages are above")
     package = out / "headrace" / "v1"
