@@ -1,0 +1,46 @@
+"""What a codec is: page bytes to stored bytes and back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+"""uint8 [n], C-contiguous."""
+
+
+class CorruptPage(Exception):
+    """Stored bytes that are no page, or not the page that was asked for. To a reader it is a miss."""
+
+    def __init__(self, codec: str, reason: str) -> None:
+        super().__init__(f"{codec}: {reason}")
+        self.codec = codec
+        self.reason = reason
+
+
+class Codec(ABC):
+    """Stateless as seen from outside; one instance may be used by several threads at once."""
+
+    name: ClassVar[str]
+    """As in the header of a stored page."""
+    loss: ClassVar[int]
+    """Order of the lineages: 0 gives back the very bytes, more loses more."""
+
+    @abstractmethod
+    def encode(self, page: Bytes, itemsize: int) -> bytes | memoryview:
+        """Stored bytes of one page; they describe themselves as far as `decode` needs.
+
+        page: all its bytes. itemsize: bytes per value, 1, 2, 4 or 8, divides len(page). May alias `page`.
+        The result can be larger than the page: the caller then stores another form.
+        Raises ValueError for an itemsize that does not fit the page.
+        """
+
+    @abstractmethod
+    def decode(self, stored: Bytes, page: Bytes) -> None:
+        """Write the page that `stored` holds into `page`, which has exactly its size.
+
+        Raises CorruptPage, and may have written some of `page` by then.
+        """

@@ -1,0 +1,18 @@
+"""The page as it is."""
+
+from __future__ import annotations
+
+from kvstore.codecs.base import Bytes, Codec, CorruptPage
+
+
+class Raw(Codec):
+    name = "raw"
+    loss = 0
+
+    def encode(self, page: Bytes, itemsize: int) -> memoryview:
+        return page.data
+
+    def decode(self, stored: Bytes, page: Bytes) -> None:
+        if len(stored) != len(page):
+            raise CorruptPage(self.name, f"{len(stored)} bytes stored for a page of {len(page)}")
+        page[:] = stored
