@@ -1,0 +1,1 @@
+"""The storage node: keeps pages that left the workers' pools, and lends them."""
