@@ -21,6 +21,7 @@ from kvstore.transport.base import (
     Way,
     boot_time_s,
 )
+from kvstore.transport.nixl_address import same_host
 from kvstore.transport.thread import DigestsReady, EventSink, TransportEvent, TransportThread
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ __all__ = [
     "Way",
     "boot_time_s",
     "create_transport",
+    "same_host",
 ]
 
 
@@ -51,10 +53,10 @@ def create_transport(
 ) -> PageTransport:
     """Makes the transport that reaches others by `kinds`, best first, and registers `region` with it.
 
-    kinds: "inprocess" (needs `fabric`). With several, a card names every way and a pull
+    kinds: "nixl" (processes and hosts), "inprocess" (needs `fabric`). With several, a card names every way and a pull
         takes the first of ours that the peer also has.
     incarnation: unique per process start, over the cluster.
-    Raises ValueError for an unknown or repeated kind.
+    Raises ValueError for an unknown or repeated kind, ImportError where the library of a kind is not installed.
     """
     if not kinds or len(set(kinds)) != len(kinds):
         raise ValueError(f"transport kinds must be at least one and all different, got {list(kinds)}")
@@ -74,10 +76,15 @@ def create_transport(
 
 
 def _create(kind: str, region: npt.NDArray[np.uint8], incarnation: str, fabric: Fabric | None) -> PageTransport:
+    # Imported where needed: NIXL loads 100 MB of libraries and its environment must be set before.
+    if kind == "nixl":
+        from kvstore.transport.nixl import NixlTransport
+
+        return NixlTransport(region, incarnation)
     if kind == "inprocess":
         from kvstore.transport.inprocess import InProcessTransport
 
         if fabric is None:
             raise ValueError("transport kind 'inprocess' needs a fabric")
         return InProcessTransport(fabric, region, incarnation)
-    raise ValueError(f"unknown transport kind {kind!r}: known is 'inprocess'")
+    raise ValueError(f"unknown transport kind {kind!r}: known are 'nixl' and 'inprocess'")

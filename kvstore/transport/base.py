@@ -183,8 +183,10 @@ class PageTransport(ABC):
     """Name in `Way.kind`."""
 
     def __init__(self, region: npt.NDArray[np.uint8], incarnation: str) -> None:
-        if region.dtype != np.uint8 or region.ndim != 1 or not region.flags.c_contiguous or not region.flags.writeable:
-            raise ValueError(f"region must be a writable, contiguous uint8 [bytes], got {region.dtype} {region.shape}")
+        flags = region.flags
+        if region.dtype != np.uint8 or region.ndim != 1 or not (region.size and flags.c_contiguous and flags.writeable):
+            got = f"{region.dtype} {region.shape}, writeable={flags.writeable}"
+            raise ValueError(f"region must be a contiguous, writeable uint8 [bytes >= 1], got {got}")
         self.region = region
         self.incarnation = incarnation
 

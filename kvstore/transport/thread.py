@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -36,9 +37,10 @@ from kvstore.transport.base import (
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_SHARE = 1 / 8  # of the time since something last happened: the most that polling adds to a pull's latency
+_PAUSE_SHARE = 1 / 32  # of the time since something last happened: the most that polling adds to a pull's latency
 _PAUSE_MAX_S = 5e-3
 _START_S = 60.0  # importing NIXL and registering a large region, on a loaded machine
+_DIGEST_BYTES = 4 << 20  # per round: 2 ms
 _CLOSE_S = 2.0  # what close() waits for transfers to settle before it ends them by force
 
 
@@ -62,12 +64,46 @@ class EventSink(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Active:
-    """A pull that was begun and has not settled."""
+    """A pull that was begun and has not been reported."""
 
     transfer: Transfer
     submitted_s: float
     verdict: str | None = None
     """EXPIRED, CANCELLED or CLOSED once one of them happened; the first one stays."""
+    check: _DigestJob | None = None
+    """After every byte has landed in time: the digests of what landed."""
+    seconds: float = 0.0
+    """From `submit` to the last byte, once settled."""
+
+
+class _DigestJob:
+    """Digests of local extents, computed a little at a time so that other pulls are not kept waiting."""
+
+    def __init__(
+        self, offsets: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64], heads: int, tag: object = None
+    ) -> None:
+        self.digests = np.zeros((len(offsets), heads), dtype=np.uint64)
+        self.tag = tag
+        # A head count that does not divide an extent comes from the wire: no digest of that extent can be right.
+        self._divides = num_bytes % heads == 0
+        self._todo = list(zip(offsets.tolist(), num_bytes.tolist(), strict=True))
+        self._next = 0
+
+    def advance(self, region: npt.NDArray[np.uint8]) -> bool:
+        """Computes the next few; True once all are there."""
+        budget_bytes = _DIGEST_BYTES
+        heads = self.digests.shape[1]
+        while self._next < len(self._todo) and budget_bytes > 0:
+            offset, size = self._todo[self._next]
+            if self._divides[self._next]:
+                self.digests[self._next] = page_digests(region[None, offset : offset + size], heads)[0]
+            budget_bytes -= size
+            self._next += 1
+        return self._next == len(self._todo)
+
+    def differing(self, expected: npt.NDArray[np.uint64]) -> tuple[int, ...]:
+        """The extents whose digests are not those in `expected`, uint64 [n, heads]."""
+        return tuple(np.flatnonzero(~self._divides | (self.digests != expected).any(axis=1)).tolist())
 
 
 @dataclass(slots=True)
@@ -105,6 +141,7 @@ class TransportThread:
         self._thread = threading.Thread(target=self._run, name="transport", daemon=True)
         # Below: touched by the owner thread only.
         self._active: dict[int, _Active] = {}
+        self._digest_jobs: deque[_DigestJob] = deque()
         self._closing = False
 
     # -- any thread ------------------------------------------------------------------------------------------------
@@ -147,7 +184,7 @@ class TransportThread:
             raise ValueError(f"an extent leaves the region of {limit_bytes} bytes")
         if heads < 1 or (num_bytes % heads).any():
             raise ValueError(f"{heads} heads do not divide every extent")
-        self._commands.put(lambda: self._digest(offsets, num_bytes, heads, tag))
+        self._commands.put(lambda: self._digest_jobs.append(_DigestJob(offsets, num_bytes, heads, tag)))
 
     def close(self) -> None:
         """Settles every pull, by force after `close_s`, closes the transport and ends the thread. Idempotent."""
@@ -194,30 +231,44 @@ class TransportThread:
                 force_s = min(force_s, now_s + self._close_s)
                 if not self._active or now_s >= force_s:
                     return
-            pause_s = min((now_s - moved_s) * _PAUSE_SHARE, _PAUSE_MAX_S) if self._active or self._closing else None
+            idle = not (self._active or self._digest_jobs or self._closing)
+            pause_s = None if idle else min((now_s - moved_s) * _PAUSE_SHARE, _PAUSE_MAX_S)
             if self._obey(pause_s) | self._advance():
                 moved_s = time.monotonic()
 
     def _obey(self, pause_s: float | None) -> bool:
-        """Runs the commands that are there, waiting up to `pause_s` for the first (None: as long as it takes)."""
+        """Runs the commands that are there, waiting up to `pause_s` for the first (None: as long as it takes).
+
+        Returns whether there was one.
+        """
+        obeyed = False
         try:
             command = self._commands.get(timeout=pause_s)
             while True:
                 command()
+                obeyed = True
                 command = self._commands.get_nowait()
         except queue.Empty:
-            return False
+            return obeyed
 
     def _advance(self) -> bool:
-        """One round over the active pulls: at most one piece each, so that none keeps the others waiting."""
+        """One round: at most one piece, or a few digests, of each pull, so that none keeps the others waiting."""
         moved = False
         for pull_id, active in list(self._active.items()):
             transfer = active.transfer
-            if active.verdict is None and boot_time_s() > transfer.pull.deadline_s:
-                self._stop(pull_id, EXPIRED)
-            moved |= transfer.advance()
+            if not transfer.settled:
+                if boot_time_s() > transfer.pull.deadline_s:
+                    self._stop(pull_id, EXPIRED)
+                moved |= transfer.advance()
             if transfer.settled:
-                self._settle(active)
+                self._check(active)
+                moved = True
+        if self._digest_jobs:
+            job = self._digest_jobs[0]
+            if job.advance(self._transport.region):
+                self._digest_jobs.popleft()
+                self.events.put(DigestsReady(job.tag, job.digests))
+            moved = True
         return moved
 
     def _begin(self, pull: Pull, submitted_s: float) -> None:
@@ -227,50 +278,34 @@ class TransportThread:
 
     def _stop(self, pull_id: int, verdict: str) -> None:
         active = self._active.get(pull_id)
-        if active is None or active.verdict is not None:
+        if active is None or active.verdict is not None or active.transfer.settled:
             return
         active.verdict = verdict
         active.transfer.stop()
         if verdict == EXPIRED:
             self.events.put(PullExpired(pull_id))
 
-    def _settle(self, active: _Active) -> None:
-        late = boot_time_s() > active.transfer.pull.deadline_s
-        self._report(active, active.verdict or active.transfer.error or (EXPIRED if late else None))
+    def _check(self, active: _Active) -> None:
+        """Reports a settled pull, once what landed has been digested where that was asked."""
+        transfer, pull = active.transfer, active.transfer.pull
+        if active.check is None:
+            active.seconds = time.monotonic() - active.submitted_s
+            late = boot_time_s() > pull.deadline_s
+            error = active.verdict or transfer.error or (EXPIRED if late else None)
+            if error is not None or pull.expected is None:
+                self._report(active, error)
+                return
+            active.check = _DigestJob(pull.local_offsets, pull.num_bytes, pull.expected.shape[1])
+        if active.check.advance(self._transport.region):
+            assert pull.expected is not None, "digests are computed for comparing"
+            self._report(active, None, active.check.differing(pull.expected))
 
-    def _report(self, active: _Active, error: str | None) -> None:
-        pull, transfer = active.transfer.pull, active.transfer
-        seconds = time.monotonic() - active.submitted_s
-        mismatched = self._mismatched(pull) if error is None else ()
-        del self._active[pull.pull_id]
+    def _report(self, active: _Active, error: str | None, mismatched: tuple[int, ...] = ()) -> None:
+        pull_id, transfer = active.transfer.pull.pull_id, active.transfer
+        del self._active[pull_id]
         with self._waiting.lock:
-            self._waiting.pull_ids.discard(pull.pull_id)
-        self.events.put(PullSettled(pull.pull_id, error, mismatched, transfer.landed_bytes, seconds, transfer.path))
-
-    def _mismatched(self, pull: Pull) -> tuple[int, ...]:
-        if pull.expected is None:
-            return ()
-        heads = pull.expected.shape[1]
-        extents = zip(pull.local_offsets.tolist(), pull.num_bytes.tolist(), strict=True)
-        return tuple(
-            index
-            for index, (offset, size) in enumerate(extents)
-            # A head count that does not divide the extent is nonsense from the wire, so no digest can be right.
-            if size % heads or not np.array_equal(self._page_digests(offset, size, heads), pull.expected[index])
-        )
-
-    def _page_digests(self, offset: int, size: int, heads: int) -> npt.NDArray[np.uint64]:
-        """uint64 [heads] of one local extent."""
-        digests: npt.NDArray[np.uint64] = page_digests(self._transport.region[None, offset : offset + size], heads)[0]
-        return digests
-
-    def _digest(
-        self, offsets: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64], heads: int, tag: object
-    ) -> None:
-        digests = np.empty((len(offsets), heads), dtype=np.uint64)
-        for index, (offset, size) in enumerate(zip(offsets.tolist(), num_bytes.tolist(), strict=True)):
-            digests[index] = self._page_digests(offset, size, heads)
-        self.events.put(DigestsReady(tag, digests))
+            self._waiting.pull_ids.discard(pull_id)
+        self.events.put(PullSettled(pull_id, error, mismatched, transfer.landed_bytes, active.seconds, transfer.path))
 
     def _begin_closing(self) -> None:
         self._closing = True
