@@ -1,0 +1,46 @@
+"""How kernels are compiled: without the GIL, and once per machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+
+
+def _cache_folder() -> Path:
+    """Where compiled kernels lie: a folder per state of this package's sources.
+
+    numba's own cache looks only at the file that holds the function: after an edit of simd.py it would go on using the
+    old machine code of the kernels that inline it.
+    """
+    digest = hashlib.blake2b(numba.__version__.encode(), digest_size=8)
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(root) / "headrace" / f"kernels-{digest.hexdigest()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a read-only home: compile anew in each process rather than fail
+        return Path(tempfile.mkdtemp(prefix="headrace-kernels-"))
+    return folder
+
+
+_CACHE_FOLDER = str(_cache_folder())
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compiles `function` for the types it is first called with; the GIL is free while it runs.
+
+    Neither fastmath nor contraction: see simd.py.
+    """
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = _CACHE_FOLDER  # read when the function is wrapped; other users of numba keep their own
+    try:
+        return numba.njit(function, nogil=True, cache=True, boundscheck=False, error_model="numpy")
+    finally:
+        numba.config.CACHE_DIR = before
