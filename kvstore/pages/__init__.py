@@ -6,19 +6,26 @@ from kvstore.pages.keys import KEY_BYTES, Namespace, extend_key, page_keys, salt
 from kvstore.pages.layout import PageLayout
 from kvstore.pages.ledger import InvalidTransition, Ledger, OutOfPages, Owner, PinKind
 from kvstore.pages.tree import PageTree
+from kvstore.pages.write_back import EvictPrefixes, OfferPages, OfferSettled, StorageChanged, WriteBack, WriteBackConfig
 
 __all__ = [
     "KEY_BYTES",
     "ColdPage",
+    "EvictPrefixes",
     "InvalidTransition",
     "Ledger",
     "Namespace",
+    "OfferPages",
+    "OfferSettled",
     "OutOfPages",
     "Owner",
     "PageCache",
     "PageLayout",
     "PageTree",
     "PinKind",
+    "StorageChanged",
+    "WriteBack",
+    "WriteBackConfig",
     "allocate_region",
     "bytes_digest",
     "extend_key",

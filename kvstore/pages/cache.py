@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.owners import fragment_key, fragment_pages
 from kvstore.pages.layout import PageLayout
 from kvstore.pages.ledger import Ledger, OutOfPages, Owner, PinKind
 from kvstore.pages.tree import PageTree
@@ -30,6 +31,9 @@ class ColdPage:
 
     key: bytes
     parent: bytes | None
+    """Key of the page before it; None for a first page."""
+    fragment_key: bytes
+    """Decides which storage node owns it; see `kvstore/owners.py`."""
     page: int
 
 
@@ -49,6 +53,8 @@ class PageCache:
         """Pages that were given up without having been offered to a storage node."""
         self._tree: PageTree[int] = PageTree()
         self._key_of: dict[int, bytes] = {}
+        self._fragment_pages = fragment_pages(layout.page_size)
+        self._fragment_key_of: dict[int, bytes] = {}
         self._added: set[bytes] = set()
         self._removed: set[bytes] = set()
         self._num_encoding = 0
@@ -85,17 +91,20 @@ class PageCache:
             self._evict(max(num_pages - self.ledger.num_free, _EVICTION_BATCH))
         return self.ledger.reserve(num_pages)
 
-    def publish(self, page: int, key: bytes, parent: bytes | None) -> bool:
+    def publish(self, page: int, keys: Sequence[bytes], index: int) -> bool:
         """Put a complete page into the tree, pinned for the request that holds it.
 
+        keys: of the request's pages from the first one on, at least to `index`, the place of this page among them.
         Returns False, and leaves the page with its request, where the tree has another page of this key.
         """
+        key = keys[index]
         if key in self._tree:
             return False
-        self._tree.insert(key, parent, page)
+        self._tree.insert(key, keys[index - 1] if index else None, page)
         self.ledger.publish(page)
         self.ledger.pin(page, PinKind.REQUEST)
         self._key_of[page] = key
+        self._fragment_key_of[page] = fragment_key(keys, index, self._fragment_pages)
         self._note(key, self._added, self._removed)
         return True
 
@@ -121,7 +130,7 @@ class PageCache:
                 continue
             self.ledger.pin(page, PinKind.ENCODING)
             self._num_encoding += 1
-            cold.append(ColdPage(key, self._tree.parent(key), page))
+            cold.append(ColdPage(key, self._tree.parent(key), self._fragment_key_of[page], page))
             if len(cold) >= min(missing, limit):
                 break
         return cold
@@ -152,6 +161,7 @@ class PageCache:
         self._tree.check()
         in_tree = {page: key for key, page in self._tree.items()}
         assert in_tree == self._key_of
+        assert self._fragment_key_of.keys() == self._key_of.keys()
         owners = {page for page in range(self.ledger.num_pages) if self.ledger.owner(page) is Owner.TREE}
         assert owners == set(in_tree)
         assert self._num_encoding == sum(self.ledger.pins(page, PinKind.ENCODING) for page in owners)
@@ -172,7 +182,7 @@ class PageCache:
 
     def _drop(self, key: bytes) -> None:
         page = self._tree.remove(key)
-        del self._key_of[page]
+        del self._key_of[page], self._fragment_key_of[page]
         self.ledger.evict(page)
         self._note(key, self._removed, self._added)
 

@@ -27,12 +27,10 @@ def make_cache(num_pages: int = 4) -> PageCache:
 def fill(cache: PageCache, keys: list[bytes]) -> list[int]:
     """Pages of one request, published in order."""
     pages = cache.reserve(len(keys))
-    parent = None
-    for page, key in zip(pages, keys, strict=True):
+    for index, page in enumerate(pages):
         cache.ledger.begin_fill(page)
         cache.ledger.complete(page)
-        assert cache.publish(page, key, parent)
-        parent = key
+        assert cache.publish(page, keys, index)
     return pages
 
 
@@ -92,7 +90,7 @@ def test_a_duplicate_stays_with_its_request():
     (second,) = cache.reserve(1)
     cache.ledger.begin_fill(second)
     cache.ledger.complete(second)
-    assert not cache.publish(second, key, None)
+    assert not cache.publish(second, [key], 0)
     cache.release(second)
     cache.release(first)
     assert cache.matched([key]) == [first]
@@ -199,7 +197,7 @@ class CacheMachine(RuleBasedStateMachine):
         page = request["pages"][index]
         self.cache.ledger.begin_fill(page)
         self.cache.ledger.complete(page)
-        self.cache.publish(page, request["keys"][index], request["keys"][index - 1] if index else None)
+        self.cache.publish(page, request["keys"], index)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), late=st.booleans())
@@ -252,3 +250,14 @@ def test_a_region_is_writable_and_zero():
     assert region.dtype == np.uint8
     assert not region.any()
     region[-1] = 1
+
+
+def test_a_cold_page_names_the_first_page_of_its_fragment():
+    """Fragments are 128 tokens deep: 64 pages here."""
+    cache = make_cache(70)
+    keys = page_keys(b"n", list(range(140)), 2)
+    for page in fill(cache, keys):
+        cache.release(page)
+    cold = {entry.key: entry for entry in cache.reclaim(target_free=70, limit=70)}
+    assert [cold[key].fragment_key for key in keys] == [keys[0]] * 64 + [keys[64]] * 6
+    assert [cold[key].parent for key in keys] == [None, *keys[:-1]]

@@ -1,0 +1,92 @@
+"""What a worker tells about itself: how full it is, and how fast, as measured while it works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.core import EngineCore, StepReport
+from kvstore.pages import Owner, WriteBack
+
+_WEIGHT = 0.2
+"""Share of the newest step in the running mean."""
+
+
+class Rates:
+    """Running means over steps. A rate is 0 until it was measured."""
+
+    def __init__(self) -> None:
+        self.prefill_tokens_per_s = 0.0
+        """Prompt positions per second, in steps that computed some."""
+        self.decode_tokens_per_s = 0.0
+        """Tokens per second, all streams together, in steps that computed no prompt."""
+        self.tokens_computed = 0
+        """Prompt positions computed since the start."""
+
+    def measured(self, report: StepReport, seconds: float) -> None:
+        """One step took `seconds`."""
+        self.tokens_computed += report.prompt_tokens
+        if seconds <= 0:
+            return
+        if report.prompt_tokens:
+            self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, report.prompt_tokens / seconds)
+        elif report.decode_tokens:
+            self.decode_tokens_per_s = _mean(self.decode_tokens_per_s, report.decode_tokens / seconds)
+
+
+def _mean(old: float, new: float) -> float:
+    return new if not old else old + _WEIGHT * (new - old)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStats:
+    """One instant of a worker's step loop. The names are those of the wire's `Load`."""
+
+    pages_total: int
+    pages_free: int
+    """Free and evictable."""
+    pages_cached: int
+    """In the prefix tree."""
+    pages_quarantined: int
+    """Nobody's, but an unsettled transfer may touch them."""
+    running: int
+    waiting: int
+    queued_tokens: int
+    """Prompt positions before a new request."""
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    tokens_computed: int
+    tokens_generated: int
+    pages_offered: int
+    pages_evicted_unsaved: int
+    preemptions: int
+
+
+def worker_stats(
+    engine: EngineCore,
+    write_back: WriteBack,
+    rates: Rates,
+    *,
+    running: int = 0,
+    waiting: int = 0,
+    queued_tokens: int = 0,
+    tokens_generated: int = 0,
+    held_for_the_lost: int = 0,
+) -> WorkerStats:
+    """held_for_the_lost: tree pages that are pinned only since a stream broke; they count as quarantined."""
+    ledger = engine.cache.ledger
+    return WorkerStats(
+        pages_total=ledger.num_pages,
+        pages_free=ledger.pages_free,
+        pages_cached=engine.cache.num_cached,
+        pages_quarantined=ledger.count(Owner.QUARANTINED) + held_for_the_lost,
+        running=running,
+        waiting=waiting,
+        queued_tokens=queued_tokens,
+        prefill_tokens_per_s=rates.prefill_tokens_per_s,
+        decode_tokens_per_s=rates.decode_tokens_per_s,
+        tokens_computed=rates.tokens_computed,
+        tokens_generated=tokens_generated,
+        pages_offered=write_back.pages_offered,
+        pages_evicted_unsaved=engine.cache.evicted_unsaved,
+        preemptions=engine.preemptions,
+    )

@@ -1,0 +1,186 @@
+"""The ledger and the hand-over under random schedules of cancels, deaths, late and lost messages."""
+
+import functools
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from decode_node.messages import Cancelled, Failed, FailureCode, Finished, Rejected
+from engine import ModelSource, SamplingParams, load_model
+from engine.core import EngineConfig
+from engine.local import LocalEngine
+from tests.handover.world import PAGE_SIZE, World
+from tests.models import tiny_model
+
+HAPPENINGS = (
+    ["step"] * 6
+    + ["deliver"] * 8
+    + ["settle"] * 4
+    + ["start"] * 2
+    + ["cancel", "break", "kill", "error", "damage", "wait", "long wait", "offer", "storage", "again"]
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    source = ModelSource(name="tiny", weights="random:7", config=str(tiny_model(tmp_path_factory.mktemp("tiny"))))
+    return {name: load_model(source) for name in ("decode", "prefill-0", "prefill-1", "alone")}
+
+
+@pytest.fixture(scope="module")
+def alone(models):
+    """Output of one process running the same engine, by prompt and length."""
+    engine = LocalEngine(models["alone"], page_size=PAGE_SIZE, num_pages=64, config=EngineConfig(chunk_tokens=64))
+
+    @functools.cache
+    def generate(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+        return engine.generate([prompt], SamplingParams(max_tokens=max_tokens, ignore_eos=True))[0]
+
+    return generate
+
+
+def prompt(choice: int) -> list[int]:
+    """Prompts that share prefixes, around page edges."""
+    length = (1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 3 * PAGE_SIZE + 1, 5 * PAGE_SIZE)[choice % 6]
+    return [3 + (choice // 6) % 2, *range(10, 9 + length)]
+
+
+def happen(world: World, tape: list[int]) -> None:
+    """One happening per number of the tape; one that is not possible now does nothing."""
+    for number in tape:
+        kind, choice = HAPPENINGS[number % len(HAPPENINGS)], number // len(HAPPENINGS)
+        processes, streams = world.processes, [s for s in world.streams if not s.broken]
+        match kind:
+            case "step":
+                world.step(processes[choice % 3])
+            case "deliver" if streams:
+                stream = streams[choice // 2 % len(streams)]
+                (world.deliver_to_prefill if choice % 2 and stream.to_prefill else world.deliver_to_decode)(stream)
+            case "settle" | "error" | "damage":
+                for process in processes:
+                    if process.pulls:
+                        world.settle(process, choice, "" if kind == "settle" else kind)
+                    elif process.fetches:
+                        world.settle_fetch(process)
+            case "start":
+                world.start(prompt(choice), max_tokens=1 + choice % 5, num_peers=choice % 3)
+            case "again" if world.num_requests:
+                world.start([], 0, num_peers=choice % 3, request=choice)
+            case "cancel":
+                world.cancel(choice)
+            case "break" if streams:
+                world.break_stream(streams[choice % len(streams)])
+            case "kill" if choice % 4 == 0:
+                world.kill(processes[choice // 4 % 3])
+            case "wait" | "long wait":
+                world.pass_time(1.0 if kind == "wait" else 6.0)
+            case "offer":
+                for process in processes:
+                    if process.offers:
+                        world.settle_offer(process)
+            case "storage":
+                world.set_storage(choice % 2)
+
+
+@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@given(tape=st.lists(st.integers(0, 4000), min_size=10, max_size=90), local=st.sampled_from([0, 6]))
+def test_whatever_happens_pages_come_back_and_every_answer_is_that_of_one_process(models, alone, tape, local):
+    world = World(models, local_prefill_max_tokens=local)
+    happen(world, tape)
+    world.settle_everything()
+    for outcome in world.outcomes.values():
+        expected = alone(outcome.start.token_ids, outcome.start.params.max_tokens)
+        assert outcome.tokens == expected[: len(outcome.tokens)]
+        if isinstance(outcome.last, Finished):
+            assert outcome.tokens == expected
+        else:
+            last = outcome.last
+            assert isinstance(last, (Cancelled, Rejected, str)) or (
+                isinstance(last, Failed) and last.code is FailureCode.ABORTED
+            ), last
+
+
+def drive(world: World) -> None:
+    world.settle_everything()
+
+
+def test_a_prompt_goes_through_a_prefill_worker_and_its_prefix_stays_in_both_trees(models, alone):
+    world = World(models)
+    world.start(prompt(4), max_tokens=3, num_peers=1)
+    drive(world)
+    (outcome,) = world.finished()
+    assert outcome.tokens == alone(tuple(prompt(4)), 3)
+    assert outcome.last.cached_tokens == 0
+    assert world.prefill[0].engine.cache.num_cached == 3
+    assert world.decode.engine.cache.num_cached == 3
+
+
+def test_the_next_turn_computes_only_what_is_new(models, alone):
+    """Turn 2 = turn 1, its answer and more: the answer's pages exist only at the decode worker, and are lent."""
+    world = World(models)
+    first = prompt(5)
+    world.start(first, max_tokens=PAGE_SIZE + 1, num_peers=1)
+    drive(world)
+    answer = alone(tuple(first), PAGE_SIZE + 1)
+    second = [*first, *answer, 77, 78]
+    world.start(second, max_tokens=3, num_peers=1)
+    drive(world)
+    outcome = world.finished()[1]
+    assert outcome.tokens == alone(tuple(second), 3)
+    assert outcome.last.cached_tokens == len(first) + PAGE_SIZE  # All but what follows the last full page.
+
+
+def test_after_a_death_the_next_prefill_worker_is_asked_for_the_rest(models, alone):
+    world = World(models)
+    world.start(prompt(5), max_tokens=2, num_peers=2)
+    stream = world.streams[0]
+    world.deliver_to_prefill(stream)
+    world.step(world.prefill[0])
+    world.deliver_to_decode(stream)
+    world.deliver_to_decode(stream)
+    world.settle(world.decode, 0)
+    world.kill(world.prefill[0])
+    assert [span.start for span in world.streams[1].to_prefill[0].wanted] == [1]
+    drive(world)
+    (outcome,) = world.finished()
+    assert outcome.tokens == alone(tuple(prompt(5)), 2)
+
+
+def test_without_a_prefill_worker_left_the_attempt_is_aborted(models):
+    world = World(models)
+    world.start(prompt(5), max_tokens=2, num_peers=1)
+    world.kill(world.prefill[0])
+    (outcome,) = world.outcomes.values()
+    assert outcome.last.code is FailureCode.ABORTED
+
+
+def test_pages_lent_on_a_broken_stream_stay_for_the_grace_and_no_longer(models):
+    world = World(models)
+    world.start(prompt(4), max_tokens=2, num_peers=1)
+    stream = world.streams[0]
+    world.deliver_to_prefill(stream)
+    for _ in range(4):
+        world.step(world.prefill[0])
+    world.break_stream(stream)
+    world.step(world.prefill[0])
+    assert world.prefill[0].core.stats().pages_quarantined == 4
+    world.pass_time(10.0)
+    world.step(world.prefill[0])
+    assert world.prefill[0].core.stats().pages_quarantined == 0
+    drive(world)
+
+
+def test_a_damaged_page_never_counts(models, alone):
+    world = World(models)
+    world.start(prompt(4), max_tokens=2, num_peers=2)
+    stream = world.streams[0]
+    world.deliver_to_prefill(stream)
+    world.step(world.prefill[0])
+    world.deliver_to_decode(stream)
+    world.deliver_to_decode(stream)
+    world.settle(world.decode, 0, "damage")
+    assert len(world.streams) == 2
+    drive(world)
+    (outcome,) = world.finished()
+    assert outcome.tokens == alone(tuple(prompt(4)), 2)
