@@ -48,13 +48,14 @@ class StepLoop(Generic[Instruction]):
     def __init__(
         self,
         core: StepCore[Instruction],
+        inbox: queue.SimpleQueue[object],
         deliver: Callable[[Sequence[Instruction]], None],
         on_crash: Callable[[BaseException], None],
         *,
         name: str,
         clock: Callable[[], float],
     ) -> None:
-        self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.inbox = inbox
         self._clock = clock
         self.last_turn_s = clock()
         """When the loop last came round; health depends on it."""
@@ -94,5 +95,4 @@ class StepLoop(Generic[Instruction]):
         core.step(began_s)
         self.last_turn_s = self._clock()
         core.measured(self.last_turn_s - began_s)
-        if instructions := core.take_instructions():
-            self._deliver(instructions)
+        self._deliver(core.take_instructions())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,6 +59,8 @@ class PullStats:
     """Running mean over pulls; 0 before the first."""
     path: str = ""
     """What the last pull took, e.g. "nixl:cma"."""
+    tcp_since_unix_s: float | None = None
+    """Since when pulls have gone through TCP; None while they do not."""
 
 
 class PagePlane:
@@ -163,7 +166,12 @@ class PagePlane:
     def _count(self, event: PullSettled) -> None:
         with self._lock:
             num_pages = self._num_pages.pop(event.pull_id, 0)
-        self.stats.path = event.path or self.stats.path
+        if event.path:
+            self.stats.path = event.path
+            if not event.path.endswith(":tcp"):
+                self.stats.tcp_since_unix_s = None
+            elif self.stats.tcp_since_unix_s is None:
+                self.stats.tcp_since_unix_s = time.time()
         if event.error is None:
             self.stats.pages_pulled += num_pages - len(event.mismatched)
             self.stats.bytes_pulled += event.num_bytes

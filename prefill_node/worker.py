@@ -1,0 +1,158 @@
+"""The prefill worker process: it loads the model, listens, registers, and joins its three loops by queues."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import uuid
+from collections.abc import Sequence
+
+import grpc
+import torch
+
+from engine.core import EngineCore
+from engine.loop import StepLoop
+from engine.model import load_model
+from engine.namespace import namespace_of
+from kvstore.pages import OfferPages, WriteBack
+from kvstore.plane import PagePlane
+from kvstore.refs import StopPull
+from kvstore.transport import Pull, boot_time_s
+from kvstore.worker import WorkerShell, fingerprint_of
+from prefill_node.config import PrefillConfig
+from prefill_node.core import Instruction, PrefillCore
+from prefill_node.messages import Accept, Announce, Complete, Fail, FetchExpired, FetchSettled, FetchStored
+from prefill_node.service import PrefillService
+from protos import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
+from protos.convert import to_message
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillWorker:
+    """Event loop: gRPC, registration, storage nodes. Step loop: `PrefillCore`. Transport thread: in `PagePlane`.
+
+    The three meet in queues alone: what happens outside goes to the step loop's inbox, and each turn's instructions
+    come back to `_turned` on the event loop.
+    """
+
+    def __init__(self, config: PrefillConfig) -> None:
+        self._config = config
+        self._stopped = False
+        self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.incarnation = f"{config.node.node_id}-{uuid.uuid4().hex[:8]}"
+        self.failed: asyncio.Future[BaseException] | None = None
+        """Done once the step loop has crashed: the process must be replaced. None before `start`."""
+
+    @property
+    def address(self) -> str:
+        """host:port of the gRPC listener, after `start`."""
+        return self._shell.address
+
+    async def start(self) -> None:
+        """Load the model, register the memory, listen.
+
+        Returns when it can serve; registering goes on in the background.
+        """
+        self._events = asyncio.get_running_loop()
+        self.failed = self._events.create_future()
+        await asyncio.to_thread(self._load)
+        self._service = PrefillService(self._plane, self._card, self._config.model.name, self._inbox.put)
+        self._loop.start()
+        await self._shell.start(self._register)
+
+    async def stop(self) -> None:
+        """Leave the cluster and let go of everything. Streams that still run break. Idempotent."""
+        if self.failed is None or self._stopped:
+            return
+        self._stopped = True
+        await self._shell.stop()
+        await asyncio.to_thread(self._loop.stop)
+        await asyncio.to_thread(self._plane.close)
+
+    def _load(self) -> None:
+        """Seconds: weights, pool, transport."""
+        config = self._config
+        torch.set_num_threads(config.threads)
+        model = load_model(config.model)
+        layout = model.layout(config.page_size)
+        self._plane = PagePlane(layout, config.plane, self.incarnation, self._inbox)
+        model.bind(self._plane.cache.pages, layout)
+        self._card = self._plane.start()
+        namespace = namespace_of(model, config.page_size)
+        cache = self._plane.cache
+        core = PrefillCore(
+            EngineCore(model, cache, config.engine), WriteBack(cache, config.write_back), config.core, namespace
+        )
+        self._core = core
+        self._loop: StepLoop[Instruction] = StepLoop(
+            core,
+            self._inbox,
+            self._deliver,
+            self._crashed,
+            name=f"step loop of {config.node.node_id}",
+            clock=boot_time_s,
+        )
+        self._shell = WorkerShell(
+            config.node,
+            common_pb2.ROLE_PREFILL,
+            fingerprint_of(config.model.name, namespace, layout),
+            self._plane,
+            self._inbox,
+        )
+
+    def _register(self, server: grpc.aio.Server) -> Sequence[str]:
+        worker_pb2_grpc.add_PrefillServiceServicer_to_server(self._service, server)
+        return [worker_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name]
+
+    # On the step loop's thread.
+
+    def _deliver(self, instructions: Sequence[Instruction]) -> None:
+        added, removed = self._plane.cache.drain_changes()
+        self._core.pull_bytes_per_s = self._plane.stats.bytes_per_s
+        load = to_message(self._core.stats(), control_pb2.Load)
+        self._events.call_soon_threadsafe(self._turned, instructions, load, added, removed)
+
+    def _crashed(self, error: BaseException) -> None:
+        self._events.call_soon_threadsafe(self._fail, error)
+
+    # On the event loop's thread.
+
+    def _turned(
+        self,
+        instructions: Sequence[Instruction],
+        load: control_pb2.Load,
+        added: Sequence[bytes],
+        removed: Sequence[bytes],
+    ) -> None:
+        load.pages_served = self._service.pages_served
+        self._shell.turned(load, added, removed)
+        for instruction in instructions:
+            self._carry_out(instruction)
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        match instruction:
+            case Pull() | StopPull() | OfferPages():
+                self._shell.carry_out(instruction)
+            case Accept() | Announce() | Complete() | Fail():
+                self._service.carry_out(instruction)
+            case FetchStored():
+                self._shell.spawn(self._fetch(instruction), f"fetch {instruction.fetch_id}")
+
+    async def _fetch(self, fetch: FetchStored) -> None:
+        """Looks up, pulls and decodes; what has not come by the deadline is not waited for by the core."""
+        wanted = {target.key: target.page for target in fetch.targets}
+        expiry = self._events.call_later(
+            max(fetch.deadline_s - boot_time_s(), 0), self._inbox.put, FetchExpired(fetch.fetch_id)
+        )
+        filled: frozenset[int] = frozenset()
+        try:
+            filled = await self._shell.stored.fetch(fetch.keys, wanted, deadline_s=fetch.deadline_s)
+        finally:
+            expiry.cancel()
+            self._inbox.put(FetchSettled(fetch.fetch_id, filled))
+
+    def _fail(self, error: BaseException) -> None:
+        if self.failed is not None and not self.failed.done():
+            self.failed.set_result(error)
