@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from engine.model import Model, Segment, load_model
     from engine.sampling import Sampled, SamplingParams, SamplingRow, sample
     from engine.source import ModelSource
+    from engine.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 
 _MODULES = {
     "ModelConfig": "config",
@@ -27,11 +28,15 @@ _MODULES = {
     "SamplingRow": "sampling",
     "sample": "sampling",
     "ModelSource": "source",
+    "Detokenizer": "tokenizer",
+    "Tokenizer": "tokenizer",
+    "load_tokenizer": "tokenizer",
 }
 
 __all__ = [
     "BrokenChat",
     "BrokenCheckpoint",
+    "Detokenizer",
     "EngineError",
     "Model",
     "ModelConfig",
@@ -40,9 +45,11 @@ __all__ = [
     "SamplingParams",
     "SamplingRow",
     "Segment",
+    "Tokenizer",
     "UnsupportedModel",
     "load_config",
     "load_model",
+    "load_tokenizer",
     "sample",
 ]
 

@@ -24,8 +24,8 @@ class ModelSource:
     config: str | None = None
     """Folder or file of config.json. Needed by `random:SEED`; otherwise found beside or in the weights."""
     tokenizer: str | None = None
-    """Folder with tokenizer.json and the chat template, or a .gguf file. Default: beside the config, or in the
-    weights."""
+    """Folder with tokenizer.json and the chat template, a .gguf file, or `package:NAME`. Default: beside the config, or
+    in the weights."""
     dtype: str = "bfloat16"
     """Precision of the weights' values and of the KV pages: bfloat16 or float32. Sums are float32 in both."""
     context_tokens: int | None = None
@@ -63,9 +63,7 @@ class ModelSource:
     def weights_path(self) -> Path:
         """The folder or file of the weights. Raises BrokenCheckpoint if there is none."""
         assert self.kind != "random"
-        if self.weights.startswith("package:"):
-            return _packaged_gguf(self.weights.removeprefix("package:"))
-        path = Path(self.weights).expanduser()
+        path = _path_of(self.weights)
         if not path.exists():
             raise BrokenCheckpoint(path, "no such file or folder")
         return path
@@ -85,7 +83,7 @@ class ModelSource:
     def tokenizer_path(self) -> Path:
         """The folder with tokenizer.json, or the .gguf file that holds the vocabulary."""
         if self.tokenizer is not None:
-            path = Path(self.tokenizer).expanduser()
+            path = _path_of(self.tokenizer)
         elif self.kind == "gguf":
             path = self.weights_path()
         else:
@@ -95,6 +93,12 @@ class ModelSource:
         if not path.exists():
             raise BrokenCheckpoint(path, "no such file or folder")
         return path
+
+
+def _path_of(place: str) -> Path:
+    if place.startswith("package:"):
+        return _packaged_gguf(place.removeprefix("package:"))
+    return Path(place).expanduser()
 
 
 def _packaged_gguf(distribution: str) -> Path:
