@@ -60,7 +60,8 @@ class Tokenizer:
         controls = {
             token_id: added.content for token_id, added in backend.get_added_tokens_decoder().items() if added.special
         }
-        self._control_ids = frozenset(controls)
+        self._control_names = controls
+        self._control_ids = {name: token_id for token_id, name in controls.items()}
         names = sorted(controls.values(), key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._control_heads = tuple({name[:end] for name in names for end in range(1, len(name))})
@@ -95,7 +96,7 @@ class Tokenizer:
             ids += self._encode(
                 rendered[at : match.start()].replace(marker, ""), special=False, add_special_tokens=False
             )
-            ids.append(self._backend.token_to_id(match.group()))
+            ids.append(self._control_ids[match.group()])
             at = match.end()
         return ids + self._encode(rendered[at:].replace(marker, ""), special=False, add_special_tokens=False)
 
@@ -110,7 +111,7 @@ class Tokenizer:
 
     def text_bytes(self, token_id: int) -> bytes:
         """What one token adds to the text: as `token_bytes`, but nothing for a control token."""
-        return b"" if token_id in self._control_ids else self._bytes.get(token_id, b"")
+        return b"" if token_id in self._control_names else self._bytes.get(token_id, b"")
 
     def _encode(self, text: str, *, special: bool, add_special_tokens: bool) -> list[int]:
         if not text and not add_special_tokens:
