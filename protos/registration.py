@@ -94,12 +94,21 @@ class _Prefixes:
         return delta
 
 
+def _reason(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        # UNAVAILABLE's details are of the socket, and differ each time.
+        code = error.code()
+        return code.name if code is grpc.StatusCode.UNAVAILABLE else f"{code.name}: {error.details()}"
+    return str(error) or "no answer"
+
+
 class Registration:
     """Keeps a node registered, for ever: after a lost stream it registers again, with everything it holds.
 
     A session on the stream, seen from the node (`sequence` counts from 1 without gaps in each session):
 
         registration -> load -> prefixes(reset) [-> prefixes ...] -> { load every heartbeat_s | prefixes on change } ...
+        ... -> leave
                      <- Joined <- StorageView             <- { StorageView | EvictPrefixes | Resync } ...
 
     `Resync` is answered with a load and a full account of the prefixes. What the node has to act upon is put on
@@ -128,7 +137,7 @@ class Registration:
             self._task = asyncio.create_task(self._run(), name=f"registration of {self._node.node_id}")
 
     async def stop(self) -> None:
-        """Leave the cluster: close the stream in good order, or cut it if the control plane does not answer."""
+        """Leave the cluster in good order, or cut the stream if the control plane does not answer. Idempotent."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -153,18 +162,24 @@ class Registration:
 
     async def _run(self) -> None:
         wait_s = self._config.reconnect_min_s
+        logged = ""
         while not self._leaving:
+            reason = ""
             try:
                 await self._session()
             except (grpc.aio.AioRpcError, _SessionLost, TimeoutError) as error:
-                reason = error.code().name if isinstance(error, grpc.aio.AioRpcError) else str(error) or "no answer"
-                logger.warning("%s: not registered at %s: %s", self._node.node_id, self._config.control_address, reason)
+                reason = _reason(error)
             except Exception:
                 # The node's own load report failed, say. The cluster sees the node as gone until it works again.
                 logger.exception("%s: registration failed", self._node.node_id)
             if self._registered.is_set():
                 self._registered.clear()
                 wait_s = self._config.reconnect_min_s
+                logged = ""
+            if reason not in ("", logged):  # Once, not at every attempt.
+                where = self._config.control_address
+                logger.warning("%s: not registered at %s: %s", self._node.node_id, where, reason)
+                logged = reason
             if not self._leaving:
                 # Spread, so that a restarted control plane is not met by every node at the same instant.
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
@@ -183,6 +198,8 @@ class Registration:
                 receiver = asyncio.create_task(self._receive(call))
                 await self._report(call, numbers, receiver)
                 if self._leaving:
+                    # Said rather than shown by closing: the other end cannot tell a closed stream from a broken one.
+                    await self._write(call, control_pb2.JoinRequest(sequence=next(numbers), leave=control_pb2.Leave()))
                     await call.done_writing()
                 await receiver
             finally:

@@ -263,8 +263,9 @@ def test_a_node_that_stops_closes_its_stream_in_good_order():
         await session.join()
         assert (await session.next_prefixes()).reset
         stopping = asyncio.create_task(registration.stop())
+        assert (await session.next()).WhichOneof("report") == "leave"
         with pytest.raises(StopAsyncIteration):
-            await session.next_prefixes()
+            await session.next()
         session.over.set()
         async with asyncio.timeout(DEADLINE_S):
             await stopping

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
@@ -158,6 +161,43 @@ def test_stopping_cancels_what_has_not_ended_by_itself_and_may_be_done_twice():
         await server.stop(0)
 
     asyncio.run(check())
+
+
+SERVER_PROCESS = """
+import asyncio
+from tests.protos.test_serving import serve_endless
+
+async def main():
+    server, _ = await serve_endless()
+    print(server.address, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_call_to_a_peer_that_freezes_ends_as_unavailable():
+    """Nothing but the ping timeout notices this; a stream without a deadline would wait for ever."""
+
+    async def check(process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        async with connect(process.stdout.readline().strip()) as channel:
+            call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest())
+            try:
+                assert (await call.read()).text == "one"
+                process.send_signal(signal.SIGSTOP)
+                async with asyncio.timeout(DEADLINE_S):
+                    with pytest.raises(grpc.aio.AioRpcError) as raised:
+                        await call.read()
+            finally:
+                call.cancel()
+            assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+
+    with subprocess.Popen([sys.executable, "-c", SERVER_PROCESS], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            asyncio.run(check(process))
+        finally:
+            process.kill()
 
 
 def test_an_ipv6_address_gets_its_brackets():
