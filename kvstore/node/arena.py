@@ -53,6 +53,16 @@ class Arena:
         del self._taken[extent.offset_bytes]
         self._holes.give(extent.offset_bytes, extent.occupied_bytes)
 
+    def shrink(self, extent: Extent, num_bytes: int) -> Extent:
+        """Keep the first `num_bytes` >= 1 of an extent and give the rest back."""
+        assert 1 <= num_bytes <= extent.num_bytes
+        kept = Extent(extent.offset_bytes, num_bytes)
+        rest = extent.occupied_bytes - kept.occupied_bytes
+        self._taken[extent.offset_bytes] = kept
+        if rest:
+            self._holes.give(extent.offset_bytes + kept.occupied_bytes, rest)
+        return kept
+
     def view(self, extent: Extent) -> Bytes:
         """The bytes of an extent, uint8 [num_bytes], not copied."""
         return self.region[extent.offset_bytes : extent.offset_bytes + extent.num_bytes]

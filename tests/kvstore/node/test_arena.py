@@ -102,6 +102,16 @@ class ArenaMachine(RuleBasedStateMachine):
         self.arena.free(extent)
         self.granules = [None if owner == extent.offset_bytes else owner for owner in self.granules]
 
+    @rule(target=extents, extent=consumes(extents), num_bytes=st.integers(1, 12 * GRANULE_BYTES))
+    def shrink(self, extent, num_bytes):
+        if extent is None:
+            return None
+        kept = self.arena.shrink(extent, min(num_bytes, extent.num_bytes))
+        first, last = kept.offset_bytes // GRANULE_BYTES, extent.occupied_bytes // GRANULE_BYTES
+        for place in range(first + kept.occupied_bytes // GRANULE_BYTES, first + last):
+            self.granules[place] = None
+        return kept
+
     @rule(extent=extents)
     def trying_out_changes_nothing(self, extent):
         before = self.arena.free_bytes
