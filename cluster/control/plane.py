@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Coroutine, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import grpc
 
@@ -20,6 +19,7 @@ from cluster.control.config import ControlConfig
 from cluster.control.degradations import Degradations
 from cluster.control.service import ControlService
 from cluster.control.state import ClusterState
+from cluster.spec import without_password
 from protos import control_pb2, control_pb2_grpc
 from protos.serving import Server, serve
 
@@ -124,7 +124,7 @@ class ControlPlane:
             nodes=[record.state() for _, record in sorted(state.records.items())],
             degradations=self._current_degradations(state),
             membership_epoch=state.membership_epoch,
-            catalog=_without_password(self._config.catalog_url),
+            catalog=without_password(self._config.catalog_url),
             restarts=state.restarts(),
         )
 
@@ -280,10 +280,3 @@ def _is_free(host: str, port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    return parts._replace(netloc=f"***@{parts.netloc.rpartition('@')[2]}").geturl()
