@@ -22,8 +22,8 @@ _WRITE_BEHIND = "lossless"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoreConfig:
-    """Bounds on what clients may take."""
+class StoreBounds:
+    """What clients may take, and what an eviction takes at once."""
 
     max_lease_s: float = 30.0
     """Longest hold that a reader is granted; it may ask for less."""
@@ -31,8 +31,6 @@ class StoreConfig:
     """Share of the memory that offers may fill before their pages count, pulls that never settle included."""
     spare_share: float = 1 / 64
     """Share of the memory that is evicted at once: finding the coldest pages walks the whole tree."""
-    write_behind: bool = True
-    """Whether raw pages are re-encoded losslessly when there is time."""
 
     def __post_init__(self) -> None:
         if self.max_lease_s <= 0:
@@ -63,16 +61,25 @@ class Store:
     """The pages of one storage node: an index that lists exactly what the arena holds."""
 
     def __init__(
-        self, arena: Arena, incarnation: str, config: StoreConfig, codecs: Mapping[str, Codec] = CODECS
+        self,
+        arena: Arena,
+        incarnation: str,
+        bounds: StoreBounds,
+        *,
+        write_behind: bool = True,
+        codecs: Mapping[str, Codec] = CODECS,
     ) -> None:
-        """incarnation: of the node, new at every start of its process."""
+        """incarnation: of the node, new at every start of its process.
+        write_behind: whether raw pages are to be re-encoded losslessly.
+        """
         self.arena = arena
         self.num_served = 0
         """Pages lent so far."""
         self.num_stored = 0
         """Pages taken from offers so far."""
         self.num_evicted = 0
-        self._config = config
+        self._bounds = bounds
+        self._write_behind = write_behind
         self._codecs = codecs
         self._tree: PageTree[_Copy] = PageTree()
         self._retired: set[_Copy] = set()
@@ -90,6 +97,11 @@ class Store:
     def num_pages(self) -> int:
         """Pages that a match can find."""
         return len(self._tree)
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that nobody has on lease."""
+        return len(self._tree) - len({copy for copy in self._leases.held() if not copy.retired})
 
     @property
     def num_quarantined(self) -> int:
@@ -118,7 +130,7 @@ class Store:
             return Lent("", now_s, ())
         for copy in copies:
             copy.pins += 1
-        expires_s = now_s + min(lease_s, self._config.max_lease_s)
+        expires_s = now_s + min(lease_s, self._bounds.max_lease_s)
         self.num_served += len(copies)
         return Lent(self._leases.grant(copies, expires_s), expires_s, tuple(copy.header for copy in copies))
 
@@ -154,7 +166,7 @@ class Store:
             else:
                 wanted.append(page)
         taken: dict[Extent, OfferedPage] = {}
-        limit_bytes = self._config.max_writing_share * self.arena.capacity_bytes - self._writes.num_bytes
+        limit_bytes = self._bounds.max_writing_share * self.arena.capacity_bytes - self._writes.num_bytes
         cold = self._tree.coldest()
         for page in wanted:
             fits = Extent(0, page.num_bytes).occupied_bytes <= limit_bytes
@@ -179,9 +191,12 @@ class Store:
                 self._commit(page, extent, write.itemsize, stored_digest)
         return Written(write_id, tuple(page.key for page in write.pages), tuple(write.refused))
 
-    def abandon(self, write_id: int) -> Written:
-        """Nobody waits for this write any more. Its extents stay quarantined until the event that it awaits."""
-        return self._writes.abandon(write_id)
+    def abandon(self, write_id: int) -> None:
+        """Nobody waits for this write any more: its extents stay quarantined until the event that it awaits.
+
+        Without effect on one that has ended or was abandoned before.
+        """
+        self._writes.abandon(write_id)
 
     # -- time ------------------------------------------------------------------------------------------------------
 
@@ -193,7 +208,7 @@ class Store:
     def expire(self, now_s: float) -> list[Written]:
         """End the leases whose time is over, and abandon the writes whose deadline has passed: those are returned."""
         self._end_leases(now_s)
-        return [self.abandon(write_id) for write_id in self._writes.late(now_s)]
+        return [Written(write_id, (), self._writes.abandon(write_id)) for write_id in self._writes.late(now_s)]
 
     # -- write-behind ----------------------------------------------------------------------------------------------
 
@@ -284,7 +299,7 @@ class Store:
             return extent
         needed = Extent(0, num_bytes).occupied_bytes
         trial = self.arena.holes()
-        enough = trial.free_bytes + self._config.spare_share * self.arena.capacity_bytes
+        enough = trial.free_bytes + self._bounds.spare_share * self.arena.capacity_bytes
         victims: list[bytes] = []
         for key, copy in cold:
             if copy.pins:
@@ -319,7 +334,7 @@ class Store:
             self._tree.insert(page.key, page.parent, copy)
             self._note(page.key, self._added, self._removed)
         self.num_stored += 1
-        if self._config.write_behind:
+        if self._write_behind:
             self._to_encode[page.key] = copy
 
     def _replace(self, copy: _Copy) -> None:

@@ -91,14 +91,16 @@ class Writes:
         self._keys.difference_update(page.key for page in write.pages)
         return write
 
-    def abandon(self, write_id: int) -> Written:
-        """Nobody waits for this write any more."""
-        write = self._writes[write_id]
+    def abandon(self, write_id: int) -> tuple[bytes, ...]:
+        """Nobody waits for this write any more. Returns all keys that it did not bring; none if it has ended."""
+        write = self._writes.get(write_id)
+        if write is None:
+            return ()
         write.abandoned = True
         for page in write.pages:
             self._refuse(write, page)
         write.pages.clear()
-        return Written(write_id, (), tuple(write.refused))
+        return tuple(write.refused)
 
     def extents(self) -> Iterator[Extent]:
         for write in self._writes.values():

@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.node.arena import GRANULE_BYTES, Arena
 from kvstore.node.decisions import DigestExtents, Encoding, Lent, OfferedPage, OfferPlan, PlannedPull, Written
-from kvstore.node.store import Store, StoreConfig
+from kvstore.node.store import Store, StoreBounds
 from kvstore.pages import bytes_digest
 from kvstore.stored import StoredPage, restore
 from tests.kvstore.node.samples import HEADS, ITEMSIZE, PAGE_BYTES, WITH_LOSSY, key_of, offered, page_of
@@ -16,11 +16,10 @@ from tests.kvstore.node.samples import HEADS, ITEMSIZE, PAGE_BYTES, WITH_LOSSY, 
 class Node:
     """A store, and in its transport's place a test that lands the bytes."""
 
-    def __init__(self, num_pages: int = 8, **config) -> None:
-        config = {"max_writing_share": 1.0, "spare_share": 0.0, **config}
-        self.store = Store(
-            Arena(np.zeros(num_pages * PAGE_BYTES, np.uint8)), "life-1", StoreConfig(**config), WITH_LOSSY
-        )
+    def __init__(self, num_pages: int = 8, *, write_behind: bool = True, **bounds) -> None:
+        arena = Arena(np.zeros(num_pages * PAGE_BYTES, np.uint8))
+        wide = StoreBounds(**{"max_writing_share": 1.0, "spare_share": 0.0, **bounds})
+        self.store = Store(arena, "life-1", wide, write_behind=write_behind, codecs=WITH_LOSSY)
 
     def offer(self, *pages: OfferedPage, deadline_s: float = 10.0, now_s: float = 0.0) -> OfferPlan:
         return self.store.offer(pages, ITEMSIZE, deadline_s, now_s)

@@ -9,7 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from kvstore.node.arena import Arena
 from kvstore.node.decisions import DigestExtents, Encoding, PlannedPull
-from kvstore.node.store import Store, StoreConfig
+from kvstore.node.store import Store, StoreBounds
 from kvstore.pages import bytes_digest
 from kvstore.stored import StoredPage, restore
 from tests.kvstore.node.samples import HEADS, ITEMSIZE, WITH_LOSSY, digests_of, key_of, offered, page_of
@@ -32,8 +32,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(capacity=st.integers(4, 14), writing=st.sampled_from([0.3, 1.0]), spare=st.sampled_from([0.0, 0.2]))
     def start(self, capacity, writing, spare):
-        config = StoreConfig(max_lease_s=8.0, max_writing_share=writing, spare_share=spare)
-        self.store = Store(Arena(np.zeros(capacity * 2048, np.uint8)), "life-1", config, WITH_LOSSY)
+        bounds = StoreBounds(max_lease_s=8.0, max_writing_share=writing, spare_share=spare)
+        self.store = Store(Arena(np.zeros(capacity * 2048, np.uint8)), "life-1", bounds, codecs=WITH_LOSSY)
         self.now_s = 0.0
         self.here: set[bytes] = set()
         self.lineages: dict[bytes, str] = {}
