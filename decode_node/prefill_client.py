@@ -12,7 +12,6 @@ from decode_node.messages import AskPrefill, CancelPrefill, PeerBroken, PeerDone
 from decode_node.wire import from_prefill, prefill_start
 from kvstore.plane import PagePlane
 from kvstore.refs import PageRef
-from kvstore.transport import Card
 from protos import worker_pb2, worker_pb2_grpc
 from protos.serving import connect
 
@@ -29,9 +28,8 @@ class PrefillClient:
     event loop's thread.
     """
 
-    def __init__(self, plane: PagePlane, card: Card, model: str, deliver: Callable[[object], None]) -> None:
+    def __init__(self, plane: PagePlane, model: str, deliver: Callable[[object], None]) -> None:
         self._plane = plane
-        self._card = card
         self._model = model
         self._deliver = deliver
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -93,7 +91,7 @@ class PrefillClient:
         if channel is None:
             channel = self._channels[ask.peer.address] = connect(ask.peer.address)
         call = worker_pb2_grpc.PrefillServiceStub(channel).Prefill()
-        start = worker_pb2.PrefillRequest(start=prefill_start(ask, self._model, held, self._card))
+        start = worker_pb2.PrefillRequest(start=prefill_start(ask, self._model, held, self._plane.card))
         orders = asyncio.create_task(_send(call, start, self._orders[ask.handover_id]))
         try:
             while (response := await call.read()) is not grpc.aio.EOF:

@@ -51,6 +51,11 @@ class DecodeWorker:
         """host:port of the gRPC listener, after `start`."""
         return self._shell.address
 
+    @property
+    def stats(self) -> control_pb2.Load:
+        """State and figures as of the step loop's last turn."""
+        return self._shell.current_load()
+
     async def start(self) -> None:
         """Load the model, register the memory, listen.
 
@@ -61,7 +66,7 @@ class DecodeWorker:
         await asyncio.to_thread(self._load)
         name = self._config.model.name
         self._service = DecodeService(self.incarnation, name, self._inbox.put)
-        self._prefill = PrefillClient(self._plane, self._card, name, self._inbox.put)
+        self._prefill = PrefillClient(self._plane, name, self._inbox.put)
         self._loop.start()
         await self._shell.start(self._register)
 
@@ -83,7 +88,7 @@ class DecodeWorker:
         layout = model.layout(config.page_size)
         self._plane = PagePlane(layout, config.plane, self.incarnation, self._inbox)
         model.bind(self._plane.cache.pages, layout)
-        self._card = self._plane.start()
+        self._plane.start()
         namespace = namespace_of(model, config.page_size)
         cache = self._plane.cache
         core = DecodeCore(

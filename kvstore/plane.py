@@ -80,6 +80,7 @@ class PagePlane:
         self.cache = PageCache(layout, self.region, num_pages)
         self.incarnation = incarnation
         self.stats = PullStats()
+        self._card: Card | None = None
         self._events = events
         self._own: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[PullSettled]]] = {}
         self._num_pages: dict[int, int] = {}
@@ -89,9 +90,15 @@ class PagePlane:
             lambda: create_transport(config.transports, self.region, incarnation), events=_Sink(self)
         )
 
-    def start(self) -> Card:
-        """Register the region; blocks for seconds. Returns how others reach it."""
-        return self._thread.start()
+    def start(self) -> None:
+        """Register the region; blocks for seconds."""
+        self._card = self._thread.start()
+
+    @property
+    def card(self) -> Card:
+        """How others reach the region, once started."""
+        assert self._card is not None
+        return self._card
 
     def close(self) -> None:
         """Settle every pull and unregister. Blocks for up to some seconds; idempotent."""

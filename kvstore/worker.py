@@ -93,7 +93,7 @@ class WorkerShell:
             pid=os.getpid(),
             host=socket.gethostname(),
         )
-        self._registration = Registration(self._config, node, self._current_load)
+        self._registration = Registration(self._config, node, self.current_load)
         await self._registration.start()
         self.spawn(self._obey(self._registration), "directives")
         self.spawn(self._watch_health(self._server), "health")
@@ -156,7 +156,8 @@ class WorkerShell:
     def _is_ready(self) -> bool:
         return boot_time_s() - self._last_turn_s < _STALLED_S
 
-    def _current_load(self) -> control_pb2.Load:
+    def current_load(self) -> control_pb2.Load:
+        """State and figures as of the step loop's last turn."""
         load, stats = control_pb2.Load(), self._plane.stats
         load.CopyFrom(self._load)
         load.pages_pulled = stats.pages_pulled

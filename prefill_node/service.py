@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from kvstore.plane import PagePlane
-from kvstore.transport import Card
 from prefill_node.messages import (
     Accept,
     Announce,
@@ -34,9 +33,8 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
     A stream ends in good order when the last word was said and the decode worker has released the pages.
     """
 
-    def __init__(self, plane: PagePlane, card: Card, model: str, deliver: Callable[[object], None]) -> None:
+    def __init__(self, plane: PagePlane, model: str, deliver: Callable[[object], None]) -> None:
         self._plane = plane
-        self._card = card
         self._model = model
         self._deliver = deliver
         self._instructions: dict[str, asyncio.Queue[Instruction]] = {}
@@ -65,6 +63,7 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         if first.start.model != self._model:
             message = f"model: this worker serves {self._model!r}, not {first.start.model!r}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message)
+            return
         handover = f"handover-{next(self._numbers)}"
         try:
             start = start_handover(handover, first.start)
@@ -73,18 +72,17 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
             return
         queue = self._instructions[handover] = asyncio.Queue()
         self._deliver(start)
-        released = asyncio.create_task(self._read(handover, request_iterator), name=handover)
+        reader = asyncio.create_task(self._read(handover, request_iterator), name=handover)
         try:
             async for response in self._responses(queue):
                 yield response
-            if not await released:
-                await context.abort(grpc.StatusCode.CANCELLED, "closed without `released`")
+            await asyncio.wait([reader])
         finally:
+            reader.cancel()
             del self._instructions[handover]
-            if not (
-                released.done() and not released.cancelled() and released.exception() is None and released.result()
-            ):
-                released.cancel()
+            if handover in self._released:
+                self._released.remove(handover)
+            else:
                 self._deliver(HandoverBroken(handover))
 
     async def _responses(self, queue: asyncio.Queue[Instruction]) -> AsyncIterator[worker_pb2.PrefillResponse]:
@@ -92,7 +90,7 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         while True:
             match instruction := await queue.get():
                 case Accept():
-                    yield accepted(self._card)
+                    yield accepted(self._plane.card)
                 case Announce():
                     digests = await asyncio.to_thread(self._plane.digests, [page.page for page in instruction.pages])
                     self.pages_served += len(instruction.pages)

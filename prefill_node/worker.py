@@ -50,6 +50,11 @@ class PrefillWorker:
         """host:port of the gRPC listener, after `start`."""
         return self._shell.address
 
+    @property
+    def stats(self) -> control_pb2.Load:
+        """State and figures as of the step loop's last turn."""
+        return self._shell.current_load()
+
     async def start(self) -> None:
         """Load the model, register the memory, listen.
 
@@ -58,7 +63,7 @@ class PrefillWorker:
         self._events = asyncio.get_running_loop()
         self.failed = self._events.create_future()
         await asyncio.to_thread(self._load)
-        self._service = PrefillService(self._plane, self._card, self._config.model.name, self._inbox.put)
+        self._service = PrefillService(self._plane, self._config.model.name, self._inbox.put)
         self._loop.start()
         await self._shell.start(self._register)
 
@@ -79,7 +84,7 @@ class PrefillWorker:
         layout = model.layout(config.page_size)
         self._plane = PagePlane(layout, config.plane, self.incarnation, self._inbox)
         model.bind(self._plane.cache.pages, layout)
-        self._card = self._plane.start()
+        self._plane.start()
         namespace = namespace_of(model, config.page_size)
         cache = self._plane.cache
         core = PrefillCore(

@@ -184,3 +184,44 @@ def test_a_damaged_page_never_counts(models, alone):
     drive(world)
     (outcome,) = world.finished()
     assert outcome.tokens == alone(tuple(prompt(4)), 2)
+
+
+def test_the_last_word_waits_for_reads_that_came_too_late(models, alone):
+    """On hearing it the decode worker takes its lent pages back: an expired read may still be under way."""
+    world = World(models)
+    world.start(prompt(5), max_tokens=2, num_peers=1)
+    drive(world)
+    world.kill(world.prefill[0])
+    world.start([*prompt(5), 90], max_tokens=2, num_peers=1)
+    stream, prefill = world.streams[-1], world.prefill[0]
+    world.deliver_to_prefill(stream)
+    assert len(prefill.pulls) == 1
+    world.pass_time(6.0)
+    for _ in range(5):
+        world.step(prefill)
+    assert [type(message).__name__ for message in stream.to_decode].count("PeerDone") == 0
+    world.settle(prefill, 0)
+    assert type(stream.to_decode[-1]).__name__ == "PeerDone"
+    drive(world)
+    assert world.finished()[1].tokens == alone((*prompt(5), 90), 2)
+
+
+def test_a_page_that_a_lost_worker_may_still_write_is_not_given_to_the_next(models, alone):
+    world = World(models)
+    world.start(prompt(5), max_tokens=2, num_peers=2)
+    first = world.streams[0]
+    world.deliver_to_prefill(first)
+    world.step(world.prefill[0])
+    world.deliver_to_decode(first)
+    world.deliver_to_decode(first)
+    assert len(world.decode.pulls) == 1
+    world.break_stream(first)
+    second = world.streams[1]
+    world.deliver_to_prefill(second)
+    world.step(world.prefill[1])
+    world.deliver_to_decode(second)
+    world.deliver_to_decode(second)
+    assert len(world.decode.pulls) == 2
+    world.settle(world.decode, 0)
+    drive(world)
+    assert world.finished()[0].tokens == alone(tuple(prompt(5)), 2)

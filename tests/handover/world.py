@@ -43,6 +43,7 @@ from kvstore.pages import (
     OfferSettled,
     Owner,
     PageCache,
+    PinKind,
     StorageChanged,
     WriteBack,
     WriteBackConfig,
@@ -338,6 +339,21 @@ class World:
                 case Accept() | Announce() | Complete() | Fail():
                     self.say(process, instruction)
         process.engine.check()
+        self.check_pulls()
+
+    def check_pulls(self) -> None:
+        """What a pull that has not settled reads is leased out by its source, and nothing else lands where it lands."""
+        for process in self.processes:
+            page_bytes = process.engine.cache.layout.page_bytes
+            targets = [int(offset) // page_bytes for pull in process.pulls.values() for offset in pull.local_offsets]
+            assert len(targets) == len(set(targets)), f"two pulls land in one page of {process.name}"
+            for pull in process.pulls.values():
+                source = next((p for p in self.processes if p.card.incarnation == pull.card.incarnation), None)
+                if source is None or self.source_may_have_moved_on(process, pull):
+                    continue
+                for offset in pull.remote_offsets:
+                    leases = source.engine.cache.ledger.pins(int(offset) // page_bytes, PinKind.LEASE_OUT)
+                    assert leases, f"{process.name} reads a page that {source.name} has not leased out"
 
     def heard(self, outcome: Outcome, event: object) -> None:
         assert outcome.last is None, f"{event} after the terminal event {outcome.last}"

@@ -1,0 +1,106 @@
+"""A worker's dealings with storage nodes: bring pages in, write cold ones out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+from kvstore.client import KvClient, NodeMatch, PageOffer
+from kvstore.node.arena import Arena, Extent
+from kvstore.owners import fragment_pages
+from kvstore.pages import ColdPage
+from kvstore.plane import PagePlane
+from kvstore.stored import StoredPage, restore
+from kvstore.transport import boot_time_s
+
+logger = logging.getLogger(__name__)
+
+_OFFER_DEADLINE_S = 10.0
+"""Seconds for an owner to read what it was offered. The pages stay pinned meanwhile."""
+
+
+class StoredPages:
+    """Belongs to the event loop's thread; decoding and digests run on others.
+
+    Nothing here raises for what a node does.
+    """
+
+    def __init__(self, plane: PagePlane, client: KvClient) -> None:
+        self._plane = plane
+        self._client = client
+        self._staging = Arena(plane.region[plane.pool_bytes :])
+        self._fragment_pages = fragment_pages(plane.layout.page_size)
+
+    async def fetch(self, keys: Sequence[bytes], wanted: Mapping[bytes, int], *, deadline_s: float) -> frozenset[int]:
+        """Bring stored pages into the pool.
+
+        keys: of the prompt's pages from position 0 on. wanted: page ids of the pool by key; they belong to this call
+        until it returns, which is when nothing can land in them any more. deadline_s: instant of `boot_time_s`. Returns
+        the page ids that hold what their key says.
+        """
+        indices = [index for index, key in enumerate(keys) if key in wanted]
+        matches = await self._client.match(keys, self._fragment_pages, deadline_s=deadline_s, wanted=indices)
+        filled = await asyncio.gather(*(self._bring(match, wanted, deadline_s) for match in matches))
+        return frozenset().union(*filled)
+
+    async def offer(self, cold: Sequence[ColdPage]) -> None:
+        """Offer pages to their owners. When this returns, nobody reads them any more, or what is read is discarded."""
+        digests = await asyncio.to_thread(self._plane.digests, [entry.page for entry in cold])
+        layout = self._plane.layout
+        offers = [
+            PageOffer(
+                key=entry.key,
+                parent_key=entry.parent,
+                fragment_key=entry.fragment_key,
+                offset_bytes=self._plane.cache.offset_bytes(entry.page),
+                num_bytes=layout.page_bytes,
+                digests=tuple(row.tolist()),
+            )
+            for entry, row in zip(cold, digests, strict=True)
+        ]
+        deadline_s = boot_time_s() + _OFFER_DEADLINE_S
+        outcome = await self._client.offer(offers, self._plane.card, layout.itemsize, deadline_s=deadline_s)
+        if outcome.refused:
+            logger.info("%d of %d cold pages found no place in the KV store", len(outcome.refused), len(cold))
+
+    async def _bring(self, match: NodeMatch, wanted: Mapping[bytes, int], deadline_s: float) -> set[int]:
+        """Pull what one node lends, and decode it."""
+        try:
+            return await self._pull(match, wanted, min(deadline_s, match.valid_until_s))
+        finally:
+            await self._client.release(match)
+
+    async def _pull(self, match: NodeMatch, wanted: Mapping[bytes, int], deadline_s: float) -> set[int]:
+        staged: list[tuple[StoredPage, Extent]] = []
+        for page in match.pages.values():
+            extent = self._staging.allocate(page.num_bytes) if 0 < page.num_bytes <= len(self._staging.region) else None
+            if extent is None:
+                break  # The rest is computed; a prompt larger than the staging area gains most from its first pages.
+            staged.append((page, extent))
+        if not staged:
+            return set()
+        try:
+            settled = await self._plane.pull(
+                match.card,
+                [page.offset_bytes for page, _ in staged],
+                [self._plane.pool_bytes + extent.offset_bytes for _, extent in staged],
+                [page.num_bytes for page, _ in staged],
+                deadline_s=deadline_s,
+            )
+            if settled.error is not None:
+                logger.info("pages from storage node %s: %s", match.node_id, settled.error)
+                return set()
+            return await asyncio.to_thread(self._decode, staged, wanted)
+        finally:
+            for _, extent in staged:
+                self._staging.free(extent)
+
+    def _decode(self, staged: Sequence[tuple[StoredPage, Extent]], wanted: Mapping[bytes, int]) -> set[int]:
+        """Page ids whose bytes are restored."""
+        num_heads = self._plane.layout.num_kv_heads
+        return {
+            wanted[page.key]
+            for page, extent in staged
+            if restore(page, self._staging.view(extent), self._plane.cache.pages[wanted[page.key]], num_heads)
+        }
