@@ -40,11 +40,11 @@ class DecodeWorker:
 
     def __init__(self, config: DecodeConfig) -> None:
         self._config = config
+        self._loaded = False
         self._stopped = False
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.incarnation = f"{config.node.node_id}-{uuid.uuid4().hex[:8]}"
-        self.failed: asyncio.Future[BaseException] | None = None
-        """Done once the step loop has crashed: the process must be replaced. None before `start`."""
+        self._ended: asyncio.Future[str] | None = None
 
     @property
     def address(self) -> str:
@@ -62,7 +62,7 @@ class DecodeWorker:
         Returns when it can serve; registering goes on in the background.
         """
         self._events = asyncio.get_running_loop()
-        self.failed = self._events.create_future()
+        self._ended = self._events.create_future()
         await asyncio.to_thread(self._load)
         name = self._config.model.name
         self._service = DecodeService(self.incarnation, name, self._inbox.put)
@@ -72,13 +72,21 @@ class DecodeWorker:
 
     async def stop(self) -> None:
         """Leave the cluster and let go of everything. Streams that still run break. Idempotent."""
-        if self.failed is None or self._stopped:
+        if self._ended is None or self._stopped:
             return
         self._stopped = True
+        self._end("stopped")
+        if not self._loaded:
+            return
         await self._shell.stop()
         await self._prefill.close()
         await asyncio.to_thread(self._loop.stop)
         await asyncio.to_thread(self._plane.close)
+
+    async def wait_ended(self) -> str:
+        """Until the worker was stopped, or its step loop crashed and the process must be replaced. Says which."""
+        assert self._ended is not None, "not started"
+        return await asyncio.shield(self._ended)
 
     def _load(self) -> None:
         """Seconds: weights, pool, transport."""
@@ -110,6 +118,7 @@ class DecodeWorker:
             self._plane,
             self._inbox,
         )
+        self._loaded = True
 
     def _register(self, server: grpc.aio.Server) -> Sequence[str]:
         worker_pb2_grpc.add_DecodeServiceServicer_to_server(self._service, server)
@@ -123,7 +132,7 @@ class DecodeWorker:
         self._events.call_soon_threadsafe(self._turned, instructions, load, added, removed)
 
     def _crashed(self, error: BaseException) -> None:
-        self._events.call_soon_threadsafe(self._fail, error)
+        self._events.call_soon_threadsafe(self._end, f"{type(error).__name__}: {error}")
 
     # On the event loop's thread.
 
@@ -147,6 +156,6 @@ class DecodeWorker:
             case Reply():
                 self._service.reply(instruction)
 
-    def _fail(self, error: BaseException) -> None:
-        if self.failed is not None and not self.failed.done():
-            self.failed.set_result(error)
+    def _end(self, reason: str) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(reason)
