@@ -51,8 +51,8 @@ class PullStats:
 class Keeper:
     """A store with a transport, a clock and an encoder. Belongs to one event loop.
 
-    An offer: plan -> pull -> settled -> digests of the stored bytes -> the pages count. Encoding has a thread of its own
-    and takes one page at a time.
+    An offer: plan, pull, settled, digests of the stored bytes, the pages count. Encoding takes one page at a time, on a
+    thread of its own.
     """
 
     def __init__(

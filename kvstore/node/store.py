@@ -109,6 +109,11 @@ class Store:
         return self._writes.num_quarantined
 
     @property
+    def num_to_encode(self) -> int:
+        """Raw pages that write-behind has not finished with."""
+        return len(self._to_encode) + len(self._encodings)
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of the arena in use, by pages of the index or otherwise."""
         return self.arena.capacity_bytes - self.arena.free_bytes
