@@ -10,8 +10,6 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from engine.tokenizer import Detokenizer
-
 from cluster.gateway.ask import Ask, Sampling
 from cluster.gateway.config import LimitsConfig, PlacementConfig
 from cluster.gateway.disconnect import ClientGone
@@ -21,6 +19,7 @@ from cluster.gateway.placement import AttemptEnded, Placer, Retries
 from cluster.gateway.sessions import Accepted, Attempt, Ending, Event, Failed, Finished, Lost, Token, Tokens
 from cluster.gateway.text import OutputText, Piece
 from cluster.router import Job, Route
+from engine.tokenizer import Detokenizer
 from protos import common_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)

@@ -118,6 +118,8 @@ class ScriptedWorker(worker_pb2_grpc.DecodeServiceServicer):
         self.starts: list[worker_pb2.StartAttempt] = []
         self.cancelled: list[tuple[str, int]] = []
         self.running: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self.sent = 0
+        """Output tokens of the attempt that was told of some last, those of earlier attempts included."""
         self.errors: list[BaseException | None] = []
         """Faults of the script itself."""
         self.pages_total = 1000
@@ -225,6 +227,7 @@ class ScriptedWorker(worker_pb2_grpc.DecodeServiceServicer):
             )
             await tell(tokens=worker_pb2.AttemptTokens(token_ids=token_ids, logprobs=logprobs))
             sent += len(token_ids)
+            self.sent = sent
         reason = worker_pb2.FINISH_REASON_LENGTH if sent >= limit else worker_pb2.FINISH_REASON_STOP
         if start.sampling.max_tokens == 0 or sent < start.sampling.max_tokens:
             reason = worker_pb2.FINISH_REASON_STOP
