@@ -58,7 +58,7 @@ def model_checks(spec: Spec, shape_of: Callable[[ModelSpec], ModelShape]) -> Ite
         try:
             shape = shapes[model.name] = shape_of(model)
         except (ValueError, OSError) as error:
-            yield Problem(("models", index, "weights"), f"cannot read {model.weights}: {error}")
+            yield Problem(("models", index, "weights"), str(error))
             continue
         if model.context_tokens is not None and model.context_tokens > shape.context_tokens:
             message = f"the model was made for {shape.context_tokens} tokens; give at most that, or leave it out"

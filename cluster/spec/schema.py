@@ -58,7 +58,7 @@ class WorkerGroup(Section):
     """Memory for KV pages, for each worker. A page of 16 tokens of SmolLM2-135M takes 360KiB in bfloat16."""
     chunk_tokens: Count = 256
     """Prompt tokens computed per step: more is faster for one prompt, less delays the others by less."""
-    max_running: Count = 16
+    max_running: Count = 64
     """Requests that share a step, at most."""
     threads: Literal["auto"] | Count = "auto"
     """CPU threads of the model; auto divides the machine's cores evenly among its workers."""
@@ -67,14 +67,24 @@ class WorkerGroup(Section):
 class PrefillGroup(WorkerGroup):
     """Workers that compute prompts and hand the pages over."""
 
+    fetch: Literal["auto", "always", "never"] = "auto"
+    """Whether pages that storage nodes hold are fetched rather than computed: auto takes what is predicted to be
+    faster."""
+
 
 class DecodeGroup(WorkerGroup):
     """Workers that pull a prompt's pages and generate from them."""
 
     pool_bytes: ByteSize = 768 << 20
     """Memory for KV pages, for each worker; bounds how many requests run at once and how much prefix stays here."""
+
+
+class Routing(Section):
+    """Where a request is computed, and with how much room."""
+
     local_prefill_max_tokens: int = Field(default=64, ge=0)
-    """Prompts with at most so many tokens that no cache holds are computed here, without a prefill worker."""
+    """A prompt with at most so many tokens that no cache holds is computed by the decode worker itself, without a
+    prefill worker."""
     growth_reserve_tokens: Count = 256
     """Room kept for the answer of a request that names no max_tokens."""
 
@@ -104,7 +114,7 @@ class GatewayGroup(Section):
 class RaySpec(Section):
     """Ray places, starts and restarts the processes."""
 
-    address: str = Field(default="local", min_length=1)
+    address: str = Field(default="local", pattern=r"^(local|(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5})$")
     """local starts a Ray of the cluster's own; host:port joins the one that runs there."""
 
 
@@ -117,8 +127,10 @@ class Timing(Section):
     """A node that is silent for so many seconds counts as dead. Its process's end is seen at once."""
     pull_deadline_s: Seconds = 5.0
     """Seconds that a pull of pages may take; what has not come by then is computed or asked for elsewhere."""
-    grace_s: Seconds = 5.0
+    grace_s: Seconds = 10.0
     """Seconds that pages stay pinned for a reader whose stream broke."""
+    hang_s: Seconds = 60.0
+    """A process that has not answered the launcher for so many seconds is ended, and started again like a dead one."""
     drain_s: Seconds = 5.0
     """Seconds that running requests get to finish when the cluster is stopped."""
     start_deadline_s: Seconds = 120.0
@@ -140,6 +152,8 @@ class Spec(Section):
     """Storage nodes."""
     gateway: GatewayGroup = Field(default_factory=GatewayGroup)
     """Gateways."""
+    routing: Routing = Field(default_factory=Routing)
+    """Where a request is computed, and with how much room."""
     transports: list[Transport] = Field(default_factory=lambda: list[Transport](["nixl"]), min_length=1)
     """Ways in which pages may travel between processes, best first."""
     catalog: str = Field(default="embedded", pattern=r"^(embedded$|rediss?://)")

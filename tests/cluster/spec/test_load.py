@@ -187,5 +187,5 @@ def test_a_model_that_cannot_be_read_is_a_problem_of_its_line() -> None:
     def broken(model: object) -> ModelShape:
         raise FileNotFoundError("no such file or folder")
 
-    with pytest.raises(SpecError, match=r"^my\.yaml:2: models\[0\]\.weights: cannot read .*/w: no such file"):
+    with pytest.raises(SpecError, match=r"^my\.yaml:2: models\[0\]\.weights: no such file"):
         check_models(parse_spec("models:\n - weights: w\n", name="my.yaml", folder=HERE), broken)

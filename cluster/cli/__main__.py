@@ -1,0 +1,7 @@
+"""`python -m cluster.cli` is the `headrace` command."""
+
+import sys
+
+from cluster.cli import main
+
+sys.exit(main())

@@ -1,0 +1,111 @@
+"""The Ray that runs a cluster's processes: one of its own, or one that is there already."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from cluster.launch.plan import NodePlan
+
+OBJECT_STORE_BYTES = 80 << 20
+"""Close to the least that Ray takes: nothing of ours travels through its object store."""
+
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else a warning about actors without GPUs in every process
+}
+
+
+_LOCAL_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    # Despite its name: with 0, Ray listens on the loopback address instead of the machine's.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Ray would run our nodes at nice 15, behind everything else on the machine.
+    "RAY_worker_niceness": "0",
+}
+
+
+class RayRuntime:
+    """A connection to Ray, in a namespace of the cluster's own."""
+
+    def __init__(self, *, address: str, cluster: str, session_folder: Path, token_file: Path) -> None:
+        """address: "local", or host:port of a running Ray.
+
+        session_folder: where a local Ray keeps its session. token_file: the secret of a local Ray; a Ray that is there
+        already has its own, which Ray finds in its usual places.
+        """
+        self._address = address
+        self._namespace = f"headrace-{cluster}"
+        self._session_folder = session_folder
+        self._token_file = token_file
+
+    @property
+    def is_local(self) -> bool:
+        return self._address == "local"
+
+    def start(self, num_nodes: int) -> str:
+        """Start or join Ray; returns its address. num_nodes: how many actors will be made.
+
+        Call it from the main thread: the kernel ends a local Ray together with the thread that started it.
+        """
+        os.environ.update(_ENVIRONMENT)
+        if self.is_local:
+            os.environ.update(_LOCAL_ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(self._token_file))
+        import ray  # after the environment, which it reads once
+
+        options: dict[str, Any] = {}
+        if self.is_local:
+            options = {
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "_temp_dir": str(self._session_folder),
+                # Actors take no CPU of Ray's account. It is also how many processes Ray starts ahead and at a time.
+                "num_cpus": max(num_nodes, os.cpu_count() or 1),
+            }
+        _silence_crash_notices()
+        on_sigterm = signal.getsignal(signal.SIGTERM)
+        try:
+            ray.init(
+                address=self._address, namespace=self._namespace, log_to_driver=False, logging_level="ERROR", **options
+            )
+        finally:
+            signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own there
+        return str(ray.get_runtime_context().gcs_address)
+
+    def launch(self, plan: NodePlan, log_file: Path | None) -> Any:
+        """A handle of the actor that runs a node; returns before the node has started."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from cluster.launch.node_actor import NodeActor
+
+        options: dict[str, Any] = {"name": plan.node_id}
+        if plan.beside_launcher:
+            here = ray.get_runtime_context().get_node_id()
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
+        actor_class = ray.remote(
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=0,
+            # `ready` waits long and `stop` must not wait for it; `health` waits for neither.
+            concurrency_groups={"health": 1, "start": 1},
+        )(NodeActor)
+        return actor_class.options(**options).remote(plan, None if log_file is None else str(log_file))
+
+    def stop(self) -> None:
+        """Leave Ray; a local one ends. Idempotent."""
+        import ray
+
+        ray.shutdown()
+
+
+def _silence_crash_notices() -> None:
+    """Keep Ray from printing a paragraph for each process that dies: the launcher says it in a line, by node.
+
+    No setting of Ray's does this, `log_to_driver` and `logging_level` included.
+    """
+    import ray._private.worker
+
+    ray._private.worker.listen_error_messages = lambda worker, threads_stopped: None
