@@ -57,6 +57,15 @@ class _Copy:
     retired: bool = False
 
 
+@dataclass(slots=True)
+class _Eviction:
+    """One walk over the coldest pages, for all that an offer needs."""
+
+    cold: Iterator[tuple[bytes, _Copy]]
+    spare_bytes: float
+    """Still to be freed beyond what is needed, so that the next offers need no walk."""
+
+
 class Store:
     """The pages of one storage node: an index that lists exactly what the arena holds."""
 
@@ -172,10 +181,10 @@ class Store:
                 wanted.append(page)
         taken: dict[Extent, OfferedPage] = {}
         limit_bytes = self._bounds.max_writing_share * self.arena.capacity_bytes - self._writes.num_bytes
-        cold = self._tree.coldest()
+        eviction = _Eviction(self._tree.coldest(), self._bounds.spare_share * self.arena.capacity_bytes)
         for page in wanted:
             fits = Extent(0, page.num_bytes).occupied_bytes <= limit_bytes
-            extent = self._room(page.num_bytes, cold) if fits else None
+            extent = self._room(page.num_bytes, eviction) if fits else None
             if extent is None:
                 refused.append(page.key)
                 continue
@@ -297,16 +306,16 @@ class Store:
     def _loss(self, codec: str) -> int:
         return self._codecs[codec].loss
 
-    def _room(self, num_bytes: int, cold: Iterator[tuple[bytes, _Copy]]) -> Extent | None:
-        """An extent, evicting from `cold` where needed. None if that cannot help, and then nothing is evicted."""
+    def _room(self, num_bytes: int, eviction: _Eviction) -> Extent | None:
+        """An extent, evicting where needed. None if that cannot help, and then nothing is evicted."""
         extent = self.arena.allocate(num_bytes)
         if extent is not None:
             return extent
         needed = Extent(0, num_bytes).occupied_bytes
         trial = self.arena.holes()
-        enough = trial.free_bytes + self._bounds.spare_share * self.arena.capacity_bytes
+        enough = trial.free_bytes + eviction.spare_bytes
         victims: list[bytes] = []
-        for key, copy in cold:
+        for key, copy in eviction.cold:
             if copy.pins:
                 continue
             trial.give(copy.extent.offset_bytes, copy.extent.occupied_bytes)
@@ -315,6 +324,7 @@ class Store:
                 break
         if trial.largest_bytes < needed:
             return None
+        eviction.spare_bytes = 0
         for key in victims:
             self._retire(self._tree.remove(key))
             self._note(key, self._removed, self._added)

@@ -242,6 +242,14 @@ def test_an_eviction_frees_some_spare_room_at_once():
     assert node.store.num_evicted == 4
 
 
+def test_one_offer_frees_the_spare_room_once():
+    node = Node(num_pages=8, write_behind=False, spare_share=0.25)
+    node.put(1, 2, 3, 4, 5, 6, 7, 8)
+    node.put(9, 10, 11)
+    assert node.store.num_evicted == 3
+    assert node.has(*range(1, 12)) == [4, 5, 6, 7, 8, 9, 10, 11]
+
+
 def test_a_known_page_is_not_evicted_for_its_companions():
     node = Node(num_pages=2, write_behind=False)
     node.put(1, 2)

@@ -212,4 +212,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestStoreMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
