@@ -232,11 +232,11 @@ class Cluster:
         self.epoch = 0
         self._started: list[Callable[[], Awaitable[None]]] = []
         self._workers: list[Worker] = []
-        self._control_address = ""
+        self.control_address = ""
 
     async def __aenter__(self) -> Cluster:
         server = await self.control.listen()
-        self._control_address = server.address
+        self.control_address = server.address
         self._started.append(lambda: server.stop(0))
         return self
 
@@ -245,7 +245,7 @@ class Cluster:
             await self._started.pop()()
 
     def config(self, node_id: str, num_pages: int = 256, **changes) -> StorageConfig:
-        node = NodeConfig(node_id=node_id, control_address=self._control_address, heartbeat_s=0.02)
+        node = NodeConfig(node_id=node_id, control_address=self.control_address, heartbeat_s=0.02)
         return StorageConfig(
             **{"node": node, "memory_bytes": num_pages * PAGE_BYTES, "transports": ("inprocess",), **changes}
         )
