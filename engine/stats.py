@@ -5,36 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.core import EngineCore, StepReport
-from kvstore.pages import Owner, WriteBack
-
-_WEIGHT = 0.2
-"""Share of the newest step in the running mean."""
+from kvstore.pages import Owner, Rate, WriteBack
 
 
 class Rates:
-    """Running means over steps. A rate is 0 until it was measured."""
+    """Measured step by step."""
 
     def __init__(self) -> None:
-        self.prefill_tokens_per_s = 0.0
-        """Prompt positions per second, in steps that computed some."""
-        self.decode_tokens_per_s = 0.0
-        """Tokens per second, all streams together, in steps that computed no prompt."""
+        self.prefill = Rate()
+        """Prompt positions, in steps that computed some."""
+        self.decode = Rate()
+        """Tokens of all streams together, in steps that computed no prompt."""
         self.tokens_computed = 0
-        """Prompt positions computed since the start."""
+        """Prompt positions since the start."""
 
     def measured(self, report: StepReport, seconds: float) -> None:
         """One step took `seconds`."""
         self.tokens_computed += report.prompt_tokens
-        if seconds <= 0:
-            return
         if report.prompt_tokens:
-            self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, report.prompt_tokens / seconds)
-        elif report.decode_tokens:
-            self.decode_tokens_per_s = _mean(self.decode_tokens_per_s, report.decode_tokens / seconds)
-
-
-def _mean(old: float, new: float) -> float:
-    return new if not old else old + _WEIGHT * (new - old)
+            self.prefill.measured(report.prompt_tokens, seconds)
+        else:
+            self.decode.measured(report.decode_tokens, seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +73,8 @@ def worker_stats(
         running=running,
         waiting=waiting,
         queued_tokens=queued_tokens,
-        prefill_tokens_per_s=rates.prefill_tokens_per_s,
-        decode_tokens_per_s=rates.decode_tokens_per_s,
+        prefill_tokens_per_s=rates.prefill.per_s,
+        decode_tokens_per_s=rates.decode.per_s,
         tokens_computed=rates.tokens_computed,
         tokens_generated=tokens_generated,
         pages_offered=write_back.pages_offered,

@@ -9,12 +9,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.pages import PageCache, PageLayout, allocate_region, page_digests
+from kvstore.pages import PageCache, PageLayout, Rate, allocate_region, page_digests
 from kvstore.transport import (
     Card,
     DigestsReady,
@@ -28,8 +28,6 @@ from kvstore.transport import (
 
 _OWN_PULL_IDS = 1 << 40
 """Pulls of the plane itself (pages from storage nodes) are numbered from here; the core's numbers stay far below."""
-_WEIGHT = 0.2
-"""Share of the newest pull in the running mean of the rate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +53,8 @@ class PullStats:
 
     pages_pulled: int = 0
     bytes_pulled: int = 0
-    bytes_per_s: float = 0.0
-    """Running mean over pulls; 0 before the first."""
+    bytes_rate: Rate = field(default_factory=Rate)
+    """From a pull's submission to its last byte."""
     path: str = ""
     """What the last pull took, e.g. "nixl:cma"."""
     tcp_since_unix_s: float | None = None
@@ -182,10 +180,7 @@ class PagePlane:
         if event.error is None:
             self.stats.pages_pulled += num_pages - len(event.mismatched)
             self.stats.bytes_pulled += event.num_bytes
-            if event.seconds > 0 and event.num_bytes:
-                rate = event.num_bytes / event.seconds
-                old = self.stats.bytes_per_s
-                self.stats.bytes_per_s = rate if not old else old + _WEIGHT * (rate - old)
+            self.stats.bytes_rate.measured(event.num_bytes, event.seconds)
 
 
 class _Sink:

@@ -162,7 +162,7 @@ class WorkerShell:
         load.CopyFrom(self._load)
         load.pages_pulled = stats.pages_pulled
         load.bytes_pulled = stats.bytes_pulled
-        load.pull_bytes_per_s = stats.bytes_per_s
+        load.pull_bytes_per_s = stats.bytes_rate.per_s
         load.transport = stats.path
         load.ready = self._is_ready
         if stats.tcp_since_unix_s is not None:

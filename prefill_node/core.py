@@ -239,11 +239,11 @@ class PrefillCore:
         """
         if self.config.fetch != "auto":
             return self.config.fetch == "always"
-        if not self.pull_bytes_per_s or not self.rates.prefill_tokens_per_s:
+        if not self.pull_bytes_per_s or not self.rates.prefill.per_s:
             return True
         layout = self.engine.cache.layout
         pull_s = num_pages * layout.page_bytes / self.pull_bytes_per_s
-        return pull_s < num_pages * layout.page_size / self.rates.prefill_tokens_per_s
+        return pull_s < num_pages * layout.page_size / self.rates.prefill.per_s
 
     def _await(self, job: Job, sequence: Sequence, landing_id: int, targets: ReadOnlyList[tuple[int, int]]) -> None:
         job.awaited.add(landing_id)

@@ -124,7 +124,7 @@ class PrefillWorker:
 
     def _deliver(self, instructions: Sequence[Instruction]) -> None:
         added, removed = self._plane.cache.drain_changes()
-        self._core.pull_bytes_per_s = self._plane.stats.bytes_per_s
+        self._core.pull_bytes_per_s = self._plane.stats.bytes_rate.per_s
         load = to_message(self._core.stats(), control_pb2.Load)
         self._events.call_soon_threadsafe(self._turned, instructions, load, added, removed)
 

@@ -5,6 +5,7 @@ from kvstore.pages.digest import bytes_digest, page_digests
 from kvstore.pages.keys import KEY_BYTES, Namespace, extend_key, page_keys, salted
 from kvstore.pages.layout import PageLayout
 from kvstore.pages.ledger import InvalidTransition, Ledger, OutOfPages, Owner, PinKind
+from kvstore.pages.rate import Rate
 from kvstore.pages.tree import PageTree
 from kvstore.pages.write_back import EvictPrefixes, OfferPages, OfferSettled, StorageChanged, WriteBack, WriteBackConfig
 
@@ -23,6 +24,7 @@ __all__ = [
     "PageLayout",
     "PageTree",
     "PinKind",
+    "Rate",
     "StorageChanged",
     "WriteBack",
     "WriteBackConfig",
