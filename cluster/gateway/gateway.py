@@ -25,7 +25,7 @@ from cluster.router import Router
 from cluster.watch import ClusterView, Role, Watcher
 from protos import common_pb2, control_pb2, inference_pb2_grpc
 from protos.registration import WIRE_VERSION, Registration
-from protos.serving import Server, serve
+from protos.serving import Server, host_port, serve
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,9 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         self.address = ""
-        """host:port of the gRPC listener, after `start`."""
+        """host:port of the gRPC listener as others reach it, after `start`."""
         self.http_address = ""
-        """host:port of the HTTP listener, after `start`."""
+        """host:port of the HTTP listener as others reach it, after `start`."""
         self.incarnation = uuid.uuid4().hex[:12]
         self._config = config
         self._models: dict[str, ServedModel] = {}
@@ -95,7 +95,7 @@ class Gateway:
 
         rpc = await serve(register, host=config.grpc_host, port=config.grpc_port)
         running.push_async_callback(rpc.stop, 0)
-        self.address = rpc.address
+        self.address = self._advertised(rpc.address)
         api = HttpApi(
             self._models,
             encoder,
@@ -108,7 +108,7 @@ class Gateway:
         http = HttpServer(api.app(), host=config.http_host, port=config.http_port)
         await http.start()
         running.push_async_callback(http.stop)
-        self.http_address = http.address
+        self.http_address = self._advertised(http.address)
 
         running.push_async_callback(self._end_requests, requests, placer, sessions)
         follower = asyncio.create_task(self._follow(watcher, sessions, rpc), name="gateway follows the view")
@@ -143,6 +143,11 @@ class Gateway:
             return "this gateway is stopping"
         missing = [name for name in self._models if not self._router.workers(self._view, name)]
         return f"no decode worker is ready for {', '.join(missing)}" if missing else None
+
+    def _advertised(self, address: str) -> str:
+        """How others reach a listener. One that listens everywhere is named by the node's own address."""
+        host, _, port = address.rpartition(":")
+        return host_port(self._config.node.host, int(port)) if host in ("0.0.0.0", "[::]") else address
 
     def _description(self) -> control_pb2.Node:
         return control_pb2.Node(

@@ -58,7 +58,13 @@ class HttpServer:
         self._server = _Server(
             # No logging of its own: the gateway writes one line per request, and entry points configure logging.
             uvicorn.Config(
-                app, lifespan="off", log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                ws="none",
+                proxy_headers=False,
+                timeout_graceful_shutdown=1,
             )
         )
         self._task: asyncio.Task[None] | None = None

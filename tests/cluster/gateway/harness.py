@@ -62,6 +62,7 @@ async def serving(
     *scripts: Script,
     placement: PlacementConfig | None = None,
     limits: LimitsConfig | None = None,
+    stop_grace_s: float = 0.0,
     **config: Any,
 ) -> AsyncIterator[Harness]:
     """One worker per script. Ends only if nothing is left of any request."""
@@ -74,7 +75,7 @@ async def serving(
                 grpc_port=0,
                 placement=placement or PlacementConfig(retry_after_s=0.05),
                 limits=limits or LimitsConfig(),
-                stop_grace_s=0.0,
+                stop_grace_s=stop_grace_s,
                 **config,
             )
         )

@@ -88,7 +88,7 @@ def test_a_stop_string_may_begin_in_one_attempt_and_end_in_the_next(model_folder
                 num_starts = len(harness.workers[0].starts)
                 response = asyncio.create_task(harness.chat(stream=True, stop="fox jumps over the 漢"))
                 await eventually(
-                    lambda: response.done() or len(harness.workers[0].starts) == num_starts + 2  # noqa: B023
+                    lambda: response.done() or len(harness.workers[0].starts) >= num_starts + 2  # noqa: B023
                 )
                 script.fail_after = None
                 found = events((await response).text)
@@ -120,7 +120,7 @@ def test_a_failed_attempt_is_made_again_with_what_it_gave(model_folder: Path, co
         async with serving(model_folder, script) as harness:
             token_ids = both_say(harness)
             response = asyncio.create_task(harness.chat(stream=True))
-            await eventually(lambda: len(harness.workers[0].starts) == 2)
+            await eventually(lambda: len(harness.workers[0].starts) >= 2)
             script.fail_after = None
             found = events((await response).text)
             assert text_of(found) == TEXT
