@@ -15,7 +15,7 @@ from engine.source import ModelSource
 from engine.weights import Checkpoint, open_checkpoint
 from kvstore.pages import PageLayout
 
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 """Raise it with any change that alters a bit of K, V or logits: it is part of the namespace of page keys."""
 
 

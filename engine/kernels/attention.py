@@ -12,11 +12,11 @@ from __future__ import annotations
 import numpy as np
 
 from engine.kernels.compiled import kernel
+from engine.kernels.product import product
 from engine.kernels.simd import (
     LANES,
     add,
     exp,
-    fma,
     keep_first,
     load,
     load_one,
@@ -28,14 +28,14 @@ from engine.kernels.simd import (
     store_one,
     sub,
     sum_lanes,
+    transpose,
 )
 
-TILE = 32
+TILE = 64
 """Key positions whose scores are taken together; a multiple of 16 and part of the numeric contract."""
 
-QUERY_ROWS = 8
-"""Most rows of one segment that share the loads of a tile, so that tile, queries and sums stay in L1. Changes no
-result."""
+QUERY_ROWS = 16
+"""Most rows of one segment that share the gathering of a tile. Changes no result."""
 
 
 @kernel
@@ -57,18 +57,68 @@ def store_kv(
 
 
 @kernel
-def _gather(pages, start, target, target_at, dim, head_dim, count):
-    """`count` keys or values from consecutive slots to rows of `dim` float32, zero from head_dim on."""
+def _locate(tables, table, tile, held, pages_stride, page_size, head_dim, origin, places):
+    """places[j] = element where the key of position tile + j begins, for j < held; behind that, of some key."""
+    j = 0
+    while j < held:
+        slot = (tile + j) % page_size
+        start = origin + tables[table + (tile + j) // page_size] * pages_stride + slot * head_dim
+        count = min(page_size - slot, held - j)
+        for i in range(count):
+            places[j + i] = start + i * head_dim
+        j += count
+    for i in range(held, TILE):
+        places[i] = places[0]
+
+
+@kernel
+def _gather_keys(pages, places, held, head_dim, keys):
+    """keys: float32 [TILE / 16, head_dim, 16], transposed so that the lanes of a vector are positions."""
     whole = head_dim // LANES * LANES
-    for j in range(count):
-        source = start + j * head_dim
-        row = target_at + j * dim
+    for j in range(0, held, LANES):
+        panel = j * head_dim
         for i in range(0, whole, LANES):
-            store(target, row + i, load(pages, source + i))
-        if whole < dim:
-            store(target, row + whole, splat(np.float32(0)))
-            for i in range(whole, head_dim):
-                target[row + i] = load_one(pages, source + i)
+            transpose(pages, places, j, i, keys, panel + i * LANES)
+        for i in range(whole, head_dim):
+            for lane in range(LANES):
+                keys[panel + i * LANES + lane] = load_one(pages, places[j + lane] + i)
+
+
+@kernel
+def _gather_values(pages, places, value_at, held, head_dim, dim, values):
+    """values: float32 [TILE, dim]; what lies behind head_dim stays as it was."""
+    whole = head_dim // LANES * LANES
+    for j in range(held):
+        source = places[j] + value_at
+        for i in range(0, whole, LANES):
+            store(values, j * dim + i, load(pages, source + i))
+        for i in range(whole, head_dim):
+            values[j * dim + i] = load_one(pages, source + i)
+
+
+@kernel
+def _soften(scores, r, visible, highest, weights, sums, dim):
+    """Turns the scores of query r into weights, relative to the highest score so far; older sums are rescaled when it
+    rises."""
+    lowest = np.float32(-np.inf)
+    at = r * TILE
+    top = splat(lowest)
+    for j in range(0, visible, LANES):
+        top = maximum(top, keep_first(load(scores, at + j), visible - j, lowest))
+    tile_highest = max_lanes(top)
+    total = load(weights, r * LANES)
+    if tile_highest > highest[r]:
+        shrink = exp(splat(highest[r] - tile_highest))
+        highest[r] = tile_highest
+        total = mul(total, shrink)
+        for i in range(0, dim, LANES):
+            store(sums, r * dim + i, mul(load(sums, r * dim + i), shrink))
+    for j in range(0, visible, LANES):
+        weight = exp(sub(load(scores, at + j), splat(highest[r])))
+        weight = keep_first(weight, visible - j, np.float32(0))
+        store(scores, at + j, weight)
+        total = add(total, weight)
+    store(weights, r * LANES, total)
 
 
 @kernel
@@ -99,100 +149,61 @@ def attend(
     """
     dim = (head_dim + LANES - 1) // LANES * LANES
     most = QUERY_ROWS * group
-    queries = np.empty(most * dim, np.float32)
+    places = np.empty(TILE, np.int64)
+    keys = np.empty(TILE * head_dim, np.float32)
+    values = np.empty(TILE * dim, np.float32)
+    queries = np.empty(most * head_dim, np.float32)
+    scores = np.empty(most * TILE, np.float32)
     sums = np.empty(most * dim, np.float32)
     weights = np.empty(most * LANES, np.float32)  # sums of exp(score - highest), by lane
     highest = np.empty(most, np.float32)
-    keys = np.zeros(TILE * dim, np.float32)
-    values = np.zeros(TILE * dim, np.float32)
-    scores = np.empty(TILE, np.float32)
+    zeros = np.zeros(TILE, np.float32)
     scale = np.float32(1) / np.sqrt(np.float32(head_dim))
-    lowest = np.float32(-np.inf)
-    nothing = np.float32(0)
     for pair in range(part, len(units) // 4 * num_kv_heads, parts):
         unit = pair // num_kv_heads * 4
         head = pair % num_kv_heads
         first_row, num_rows, first_position, table = units[unit], units[unit + 1], units[unit + 2], units[unit + 3]
-        for row in range(num_rows):
-            for g in range(group):
-                query = (row * group + g) * dim
-                source = (first_row + row) * q_stride + (head * group + g) * head_dim
-                for i in range(dim):
-                    queries[query + i] = q[source + i] * scale if i < head_dim else nothing
-                    sums[query + i] = nothing
-                highest[row * group + g] = lowest
-                store(weights, (row * group + g) * LANES, splat(nothing))
+        num_queries = num_rows * group
+        for r in range(num_queries):  # all heads of the first row, then of the next
+            source = (first_row + r // group) * q_stride + (head * group + r % group) * head_dim
+            for i in range(head_dim):
+                queries[r * head_dim + i] = q[source + i] * scale
+        sums[: num_queries * dim] = 0
+        weights[: num_queries * LANES] = 0
+        highest[:num_queries] = -np.inf
         end = first_position + num_rows
         for tile in range(0, end, TILE):
             held = min(TILE, end - tile)
-            j = 0
-            while j < held:
-                page = tables[table + (tile + j) // page_size]
-                slot = (tile + j) % page_size
-                count = min(page_size - slot, held - j)
-                start = page * page_stride + head * head_stride + layer_at + slot * head_dim
-                _gather(pages, start, keys, j * dim, dim, head_dim, count)
-                _gather(pages, start + value_at, values, j * dim, dim, head_dim, count)
-                j += count
-            for row in range(num_rows):
+            origin = head * head_stride + layer_at
+            _locate(tables, table, tile, held, page_stride, page_size, head_dim, origin, places)
+            _gather_keys(pages, places, held, head_dim, keys)
+            _gather_values(pages, places, value_at, held, head_dim, dim, values)
+            # Rows before the tile see nothing of it.
+            row = max(tile - first_position, 0)
+            product(
+                *(num_queries - row * group, (held + LANES - 1) // LANES, head_dim),
+                *(queries, row * group * head_dim, head_dim),
+                *(keys, 0, LANES, head_dim * LANES),
+                *(zeros, 0, 0),
+                *(scores, row * group * TILE, TILE, False),
+            )
+            while row < num_rows:
+                # Rows that see the whole tile go together; on the diagonal each sees one position more than the one
+                # before.
                 visible = min(TILE, first_position + row + 1 - tile)
-                if visible <= 0:
-                    continue
-                for g in range(group):
-                    r = row * group + g
-                    query = r * dim
-                    top = splat(lowest)
-                    for j in range(0, visible, LANES):
-                        for lane in range(LANES):
-                            key = (j + lane) * dim
-                            dot = mul(load(queries, query), load(keys, key))
-                            for i in range(LANES, dim, LANES):
-                                dot = fma(load(queries, query + i), load(keys, key + i), dot)
-                            scores[j + lane] = sum_lanes(dot)
-                        seen = keep_first(load(scores, j), visible - j, lowest)
-                        store(scores, j, seen)
-                        top = maximum(top, seen)
-                    tile_highest = max_lanes(top)
-                    total = load(weights, r * LANES)
-                    if tile_highest > highest[r]:
-                        shrink = exp(splat(highest[r] - tile_highest))
-                        highest[r] = tile_highest
-                        total = mul(total, shrink)
-                        for i in range(0, dim, LANES):
-                            store(sums, query + i, mul(load(sums, query + i), shrink))
-                    for j in range(0, visible, LANES):
-                        weight = keep_first(exp(sub(load(scores, j), splat(highest[r]))), visible - j, nothing)
-                        store(scores, j, weight)
-                        total = add(total, weight)
-                    store(weights, r * LANES, total)
-                    i = 0
-                    while i + 4 * LANES <= dim:  # 4 vectors: 8 sums in flight on AVX2 hide the latency
-                        a = load(sums, query + i)
-                        b = load(sums, query + i + LANES)
-                        c = load(sums, query + i + 2 * LANES)
-                        d = load(sums, query + i + 3 * LANES)
-                        for j in range(visible):
-                            weight = splat(load_one(scores, j))
-                            value = j * dim + i
-                            a = fma(weight, load(values, value), a)
-                            b = fma(weight, load(values, value + LANES), b)
-                            c = fma(weight, load(values, value + 2 * LANES), c)
-                            d = fma(weight, load(values, value + 3 * LANES), d)
-                        store(sums, query + i, a)
-                        store(sums, query + i + LANES, b)
-                        store(sums, query + i + 2 * LANES, c)
-                        store(sums, query + i + 3 * LANES, d)
-                        i += 4 * LANES
-                    while i < dim:
-                        a = load(sums, query + i)
-                        for j in range(visible):
-                            a = fma(splat(load_one(scores, j)), load(values, j * dim + i), a)
-                        store(sums, query + i, a)
-                        i += LANES
-        for row in range(num_rows):
-            for g in range(group):
-                r = row * group + g
-                total_weight = sum_lanes(load(weights, r * LANES))
-                target = (first_row + row) * out_stride + (head * group + g) * head_dim
-                for i in range(head_dim):
-                    out[target + i] = sums[r * dim + i] / total_weight
+                rows = num_rows - row if visible == TILE else 1
+                for r in range(row * group, (row + rows) * group):
+                    _soften(scores, r, visible, highest, weights, sums, dim)
+                product(
+                    *(rows * group, dim // LANES, visible),
+                    *(scores, row * group * TILE, TILE),
+                    *(values, 0, dim, LANES),
+                    *(sums, row * group * dim, dim),
+                    *(sums, row * group * dim, dim, False),
+                )
+                row += rows
+        for r in range(num_queries):
+            total = sum_lanes(load(weights, r * LANES))
+            target = (first_row + r // group) * out_stride + (head * group + r % group) * head_dim
+            for i in range(head_dim):
+                out[target + i] = sums[r * dim + i] / total

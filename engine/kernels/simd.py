@@ -266,3 +266,54 @@ def max_lanes(typing: Any, value: Any) -> Any:
         return _emit_halving(builder, args[0], lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 
     return types.float32(vector), emit
+
+
+@intrinsic
+def transpose(typing: Any, source: Any, rows_at: Any, first: Any, column: Any, target: Any, target_at: Any) -> Any:
+    """target[target_at + 16 c + r] = source[rows_at[first + r] + column + c] for r, c in 0..15.
+
+    rows_at: int64. target: float32.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows = []
+        for r in range(LANES):
+            place = emit_pointer(context, builder, signature.args[1], args[1], builder.add(args[2], args[2].type(r)))
+            at = builder.add(builder.load(place), args[3])
+            pointer = emit_pointer(context, builder, signature.args[0], args[0], at)
+            halves = pointer.type.pointee != F32
+            loaded = builder.load(builder.bitcast(pointer, (_HALVES if halves else _INTS).as_pointer()))
+            loaded.align = 2 if halves else 4
+            rows.append(loaded)
+        for c, values in enumerate(_emit_transposed(builder, rows)):
+            if values.type == _HALVES:
+                values = builder.shl(builder.zext(values, _INTS), _ints(16))
+            at = builder.add(args[5], args[5].type(c * LANES))
+            emit_store(
+                builder, builder.bitcast(values, VECTOR), emit_pointer(context, builder, signature.args[4], args[4], at)
+            )
+        return context.get_dummy_value()
+
+    n = types.intp
+    return types.void(source, rows_at, n, n, target, n), emit
+
+
+def _emit_transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """16 vectors of 16: three rounds of interleaving transpose the 8 x 8 quarters, a last one puts them in their place.
+
+    The rounds stay within halves of a vector, which AVX2 does in one instruction.
+    """
+
+    def shuffled(a: Any, b: Any, lanes: list[int]) -> Any:
+        return builder.shuffle_vector(a, b, ir.Constant(_INTS, lanes))
+
+    low = [lane for half in (0, 8) for i in range(4) for lane in (half + i, LANES + half + i)]
+    high = [lane + 4 for lane in low]
+    quarters = []
+    for upper in (rows[:8], rows[8:]):
+        for _ in range(3):
+            upper = [shuffled(upper[i], upper[i + 4], lanes) for i in range(4) for lanes in (low, high)]
+        quarters.append(upper)
+    left = [*range(8), *range(LANES, LANES + 8)]
+    right = [lane + 8 for lane in left]
+    return [shuffled(quarters[0][c], quarters[1][c], lanes) for lanes in (left, right) for c in range(8)]
