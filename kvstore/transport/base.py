@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -215,14 +214,12 @@ class PageTransport(ABC):
 
 def out_of_bounds(pull: Pull, region_bytes: int) -> str | None:
     """Names the first extent of `pull` that leaves the peer's region or ours (`region_bytes`), None if none does."""
-    sides: Iterable[tuple[str, npt.NDArray[np.int64], int]] = (
-        ("remote", pull.remote_offsets, pull.card.region_bytes),
-        ("local", pull.local_offsets, region_bytes),
-    )
+    sides = (("remote", pull.remote_offsets, pull.card.region_bytes), ("local", pull.local_offsets, region_bytes))
+    sizes = pull.num_bytes.view(np.uint64)
     for side, offsets, limit_bytes in sides:
-        # Written so that nothing overflows, whatever 64 bits came over the wire.
-        bad = (pull.num_bytes < 0) | (offsets < 0) | (pull.num_bytes > limit_bytes)
-        bad |= offsets > limit_bytes - np.clip(pull.num_bytes, 0, limit_bytes)
+        # Unsigned, so that what is negative is too large; and nothing overflows, whatever 64 bits came over the wire.
+        limit = np.uint64(limit_bytes)
+        bad = (sizes > limit) | (offsets.view(np.uint64) > limit - np.minimum(sizes, limit))
         if bad.any():
             i = int(bad.argmax())
             return f"extent {i} leaves the {side} region: {pull.num_bytes[i]} bytes at {offsets[i]} of {limit_bytes}"

@@ -29,15 +29,17 @@ class Fabric:
         with self._lock:
             self._regions.pop(incarnation, None)
 
-    def copy(self, incarnation: str, into: npt.NDArray[np.uint8], extents: Extents) -> bool:
-        """Copies from the region of `incarnation`; False if it is not here."""
+    def copy(self, incarnation: str, into: npt.NDArray[np.uint8], extents: Extents) -> str | None:
+        """Copies from the region of `incarnation`. Returns what is wrong, if anything; then nothing was copied."""
         with self._lock:
             region = self._regions.get(incarnation)
         if region is None:
-            return False
+            return f"{incarnation} is gone"
+        if (extents[:, 0] + extents[:, 2] > len(region)).any():
+            return f"{incarnation} has fewer bytes than its card says"
         for remote, local, size in extents.tolist():
             into[local : local + size] = region[remote : remote + size]
-        return True
+        return None
 
 
 class InProcessTransport(PageTransport):
@@ -91,8 +93,9 @@ class _CopyTransfer(Transfer):
             return False
         if self._pieces:
             piece = self._pieces.popleft()
-            if not self._fabric.copy(self.pull.card.incarnation, self._region, piece):
-                self.fail(f"{self.pull.card.incarnation} is gone")
+            error = self._fabric.copy(self.pull.card.incarnation, self._region, piece)
+            if error is not None:
+                self.fail(error)
                 return True
             self.landed_bytes += int(piece[:, 2].sum())
         self.settled = not self._pieces

@@ -13,36 +13,33 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import threading
 from collections import deque
-from concurrent.futures import Future
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.transport.base import Card, PageTransport, Pull, SettledTransfer, Transfer, Way, out_of_bounds
-from kvstore.transport.nixl_address import KIND, NixlAddress, rdma_usable, this_host
-from kvstore.transport.nixl_agent import NixlAgent, NixlError
-from kvstore.transport.pieces import Extents, pieces
+from kvstore.transport.nixl_address import KIND, NixlAddress, this_host
+from kvstore.transport.nixl_agent import SEGMENT_BYTES, NixlAgent, NixlError
+from kvstore.transport.nixl_connection import Connection, Link
+from kvstore.transport.pieces import Extents, pieces, single_extents
 
-logger = logging.getLogger(__name__)
-
-_POSTED_PIECES = 2  # in flight per pull: the second keeps the link busy while the first is noticed
-_PROBE_BYTES = 64 << 10
-_PROBE_PAUSE_S = 0.5e-3
+_POSTED_PIECES = 2  # in flight per pull: the second keeps the link busy while the end of the first is noticed
 _JOIN_S = 10.0  # connecting to nowhere takes 7 s
 
 
 class NixlTransport(PageTransport):
     """The contract over NIXL.
 
-    `Transfer.path` is what was seen, not what was configured:
-        "nixl:cma"  the kernel copied from process to process: a probe was complete when its post returned. Certain.
-        "nixl:tcp"  it was not, and one end has no RDMA device that it may use. Certain.
-        "nixl:net"  it was not, and both ends have one: RDMA, or TCP where UCX could not use it. UCX does not tell.
-    Between two processes of one host everything but "nixl:cma" is a degradation (missing ptrace permission, another pid
-    namespace, UCX_TLS): five to ten times slower, and it costs CPU time at the source. It is logged once per peer.
+    `Transfer.path` is what was seen when connecting, not what was configured:
+        "nixl:tcp"   the bytes of a probe came through a TCP socket of this process, as the kernel counts them: certain.
+        "nixl:cma"   they did not, and the peer is on this host: the kernel copies from process to process.
+        "nixl:rdma"  they did not, and the peer is on another host.
+        "nixl:net"   the kernel does not count (before Linux 4.1, some sandboxes).
+    Between two processes of one host everything but "nixl:cma" is a degradation (no ptrace permission, another pid
+    namespace, UCX_TLS): several times slower, and it costs CPU time at the source. It is logged once per peer;
+    `same_host` tells it from a PullSettled's path.
     """
 
     kind = KIND
@@ -52,9 +49,9 @@ class NixlTransport(PageTransport):
         self._server = NixlAgent(incarnation, serves=True)
         self._server.register(region)
         self._address = NixlAddress(
-            base=region.ctypes.data, host=this_host(), rdma=rdma_usable(), metadata=self._server.metadata()
+            base=region.ctypes.data, host=this_host(), segment_bytes=SEGMENT_BYTES, metadata=self._server.metadata()
         )
-        self._connections: dict[str, _Connection] = {}
+        self._connections: dict[str, Connection] = {}
         self._helpers: list[threading.Thread] = []
         self._names = (f"{incarnation}/{number}" for number in itertools.count())
 
@@ -67,15 +64,14 @@ class NixlTransport(PageTransport):
             return SettledTransfer(pull, problem)
         if (way := pull.card.way(self.kind)) is None:
             return SettledTransfer(pull, f"{pull.card.incarnation} cannot be reached by {self.kind}")
+        if not pull.num_bytes.any():
+            return SettledTransfer(pull)
         try:
-            address = NixlAddress.from_bytes(way.blob)
+            connection = self._connection(pull.card, way)
         except ValueError as error:
             return SettledTransfer(pull, f"{pull.card.incarnation} has no valid {self.kind} address: {error}")
-        todo = pieces(pull)
-        if not todo:
-            return SettledTransfer(pull)
-        transfer = _ReadTransfer(pull, self._connection(pull.card, address), todo)
-        transfer.connection.transfers.add(transfer)
+        transfer = _ReadTransfer(pull, connection)
+        connection.transfers.add(transfer)
         return transfer
 
     def forget(self, incarnation: str) -> None:
@@ -90,207 +86,127 @@ class NixlTransport(PageTransport):
             helper.join(_JOIN_S)
         self._server.close()
 
-    def _connection(self, card: Card, address: NixlAddress) -> _Connection:
-        """The connection to that peer: the one there is, or a new one if there is none, or it failed, or moved."""
+    def _connection(self, card: Card, way: Way) -> Connection:
+        """The connection to that peer: the one there is, or a new one if there is none, or it failed, or moved.
+
+        Raises ValueError if `way` holds no address.
+        """
         connection = self._connections.get(card.incarnation)
-        if connection is not None and connection.error is None and connection.address == address:
+        if connection is not None and connection.error is None and connection.way == way:
             return connection
+        address = NixlAddress.from_bytes(way.blob)
         if connection is not None:
             connection.fail(f"{card.incarnation} has another address now")
-        connection = _Connection(self._address, address, card, self.region)
+        connection = Connection(self._address, way, address, card, self.region)
         self._connections[card.incarnation] = connection
         self._helpers = [helper for helper in self._helpers if helper.is_alive()]
         self._helpers.append(connection.start(next(self._names)))
         return connection
 
 
-class _Link:
-    """An agent that is connected to one peer."""
-
-    def __init__(self, agent: NixlAgent, peer: str, path: str) -> None:
-        self.agent = agent
-        self.peer = peer
-        self.path = path
-
-
-class _Connection:
-    """What is known of one peer, and every unfinished transfer from it.
-
-    connecting (helper thread) --> ready --> failed
-                +----------------------------^
-    """
-
-    def __init__(self, own: NixlAddress, address: NixlAddress, card: Card, region: npt.NDArray[np.uint8]) -> None:
-        self.own = own
-        self.address = address
-        self.error: str | None = None
-        self.link: _Link | None = None
-        self.transfers: set[_ReadTransfer] = set()
-        self._card = card
-        self._region = region
-        self._abandoned = threading.Event()
-        self._connecting: Future[_Link] = Future()
-
-    def start(self, name: str) -> threading.Thread:
-        """Connects, on a helper thread; `name` is the agent's."""
-        helper = threading.Thread(target=self._connect, args=(name,), name=f"to {self._card.incarnation}", daemon=True)
-        helper.start()
-        return helper
-
-    # -- the helper thread -----------------------------------------------------------------------------------------
-
-    def _connect(self, name: str) -> None:
-        agent: NixlAgent | None = None
-        try:
-            agent = NixlAgent(name, serves=False)
-            agent.register(self._region)
-            peer = agent.connect(self.address.metadata)
-            link = _Link(agent, peer, self._probe(agent, peer))
-        except Exception as error:
-            # The edge of the helper thread: whatever went wrong, the transfers that wait for this peer must hear it.
-            if agent is not None:
-                agent.close()
-            self._connecting.set_exception(error)
-        else:
-            self._connecting.set_result(link)
-
-    def _probe(self, agent: NixlAgent, peer: str) -> str:
-        """Reads twice, the second time over lanes that are up, and says by what path."""
-        scratch = np.zeros(min(_PROBE_BYTES, self._card.region_bytes), dtype=np.uint8)
-        agent.register(scratch)
-        local = np.array([[scratch.ctypes.data, len(scratch), 0]], dtype=np.uint64)
-        remote = np.array([[self.address.base, len(scratch), 0]], dtype=np.uint64)
-        handle = agent.prepare_read(peer, remote, local)
-        for _ in range(2):
-            at_once = agent.post(handle)
-            done = at_once
-            while not done:
-                # No deadline here: a frozen peer may wake up, and the pulls that wait for it have deadlines of their
-                # own. Tearing the read down instead would kill that peer as it wakes (see `forget`).
-                if self._abandoned.wait(_PROBE_PAUSE_S):
-                    raise NixlError("given up while connecting")
-                done = agent.done(handle)
-        agent.release(handle)
-        if at_once:
-            return "nixl:cma"
-        path = "nixl:net" if self.own.rdma and self.address.rdma else "nixl:tcp"
-        if self.own.host == self.address.host:
-            logger.warning("pulls from %s on this host go by %s, not by CMA", self._card.incarnation, path)
-        return path
-
-    # -- the owner thread ------------------------------------------------------------------------------------------
-
-    def ready(self) -> bool:
-        """Whether `link` is there; fails the connection if connecting did."""
-        if self.link is None and self.error is None and self._connecting.done():
-            try:
-                self.link = self._connecting.result()
-            except NixlError as error:
-                self.fail(f"{self._card.incarnation} cannot be reached: {error}")
-        return self.link is not None
-
-    def fail(self, error: str) -> None:
-        """Closes by force. Every unfinished transfer is settled then, since nothing can land without the agent."""
-        if self.error is not None:
-            return
-        self.error = error
-        self._abandoned.set()
-        if self.link is not None:
-            for transfer in self.transfers:
-                transfer.release(self.link.agent)
-            self.link.agent.close()  # with which a request that would not be released ends too
-            self.link = None
-        else:
-            self._connecting.add_done_callback(_close_late)
-        for transfer in self.transfers:
-            transfer.settled, transfer.error = True, error
-        self.transfers.clear()
-
-
-def _close_late(connecting: Future[_Link]) -> None:
-    """Closes what came after nobody wanted it any more."""
-    if connecting.exception() is None:
-        connecting.result().agent.close()
-
-
 class _ReadTransfer(Transfer):
-    """Posts pieces in order, a few in flight, over a connection that may still be coming up."""
+    """Posts pieces in order over a connection that may still be coming up."""
 
-    def __init__(self, pull: Pull, connection: _Connection, todo: list[Extents]) -> None:
+    def __init__(self, pull: Pull, connection: Connection) -> None:
         super().__init__(pull)
-        self.connection = connection
-        self._todo = deque(todo)
+        self._connection = connection
+        self._todo: deque[Extents] | None = None
+        """The pieces to post; None as long as the path, which decides how to cut them, is not known."""
         self._posted: list[tuple[int, int]] = []
         """Handle and bytes of each request in flight."""
 
     def advance(self) -> bool:
         if self.settled:
             return False
-        if self._todo and not self.connection.ready():
+        moved = False
+        if self._todo is None and self._connection.ready():
+            self._todo = self._cut(self._live())
+            moved = True
+        if self.settled or self._todo is None:
             return self.settled
         try:
-            moved = self._collect()
-            if self._todo and len(self._posted) < _POSTED_PIECES:
-                self._post(self._todo.popleft())
-                moved = True
+            # One or the other, so that pulls that share a link with room for one read take turns.
+            moved |= self._collect() or self._post_next(self._todo)
         except NixlError as error:
             # One request failed: its siblings may still be landing, so the whole connection goes.
-            self.connection.fail(f"{self.pull.card.incarnation} is gone: {error}")
+            self._connection.fail(f"{self.pull.card.incarnation} is gone: {error}")
             return True
         if not self._todo and not self._posted:
-            self.settled = moved = True
-            self.connection.transfers.discard(self)
-        return moved
+            self._settle()
+        return moved | self.settled
 
     def stop(self) -> None:
-        if self._todo:
-            self._todo.clear()
+        if self._todo is None or self._todo:
+            self._todo = deque()
             self.error = "stopped"
 
     def release(self, agent: NixlAgent) -> None:
-        """Frees the requests in flight; the agent is about to be closed."""
         for handle, _ in self._posted:
-            with contextlib.suppress(NixlError):
+            with contextlib.suppress(NixlError):  # closing the agent ends what it did not want to give back
                 agent.release(handle)
         self._posted.clear()
 
+    def lose(self, error: str) -> None:
+        self.settled, self.error = True, error
+
+    def _settle(self) -> None:
+        self.settled = True
+        self._connection.transfers.discard(self)
+
+    def _cut(self, link: Link) -> deque[Extents]:
+        self.path = link.path
+        return deque(pieces(self.pull) if link.segment_bytes is None else single_extents(self.pull, link.segment_bytes))
+
     def _collect(self) -> bool:
+        """Asks after what is in flight; whether any of it is done."""
         if not self._posted:
             return False
-        link = self._link()
-        still: list[tuple[int, int]] = []
-        for handle, num_bytes in self._posted:
-            if link.agent.done(handle):
-                link.agent.release(handle)
-                self.landed_bytes += num_bytes
+        link = self._live()
+        posted, self._posted = self._posted, []
+        for place, (handle, num_bytes) in enumerate(posted):
+            try:
+                done = link.agent.done(handle)
+            except NixlError:
+                self._posted += posted[place:]
+                raise
+            if done:
+                self._landed(link, handle, num_bytes)
             else:
-                still.append((handle, num_bytes))
-        moved = len(still) < len(self._posted)
-        self._posted = still
-        return moved
+                self._posted.append((handle, num_bytes))
+        return len(self._posted) < len(posted)
 
-    def _post(self, piece: Extents) -> None:
-        link = self._link()
-        self.path = link.path
+    def _post_next(self, todo: deque[Extents]) -> bool:
+        if not todo:
+            return False
+        link = self._live()
+        if link.in_flight if link.segment_bytes is not None else len(self._posted) == _POSTED_PIECES:
+            return False
+        self._post(link, todo.popleft())
+        return True
+
+    def _post(self, link: Link, piece: Extents) -> None:
         rows = np.zeros((2, len(piece), 3), dtype=np.uint64)
-        rows[:, :, 0] = piece[:, :2].T
-        rows[0, :, 0] += np.uint64(self.connection.address.base)
-        rows[1, :, 0] += np.uint64(self.connection.own.base)
+        np.add(piece[:, :2].T.view(np.uint64), self._connection.bases, out=rows[:, :, 0])
         rows[:, :, 1] = piece[:, 2]
         try:
             handle = link.agent.prepare_read(link.peer, rows[0], rows[1])
         except NixlError as error:
             # Nothing was posted, so the peer need not be dead: its card promised more than it had registered.
-            self.stop()
+            self._todo = deque()
             self.error = f"{self.pull.card.incarnation}: {error}"
             return
         num_bytes = int(piece[:, 2].sum())
+        link.in_flight += 1
         self._posted.append((handle, num_bytes))
         if link.agent.post(handle):
             self._posted.pop()
-            link.agent.release(handle)
-            self.landed_bytes += num_bytes
+            self._landed(link, handle, num_bytes)
 
-    def _link(self) -> _Link:
-        assert self.connection.link is not None, "a piece is posted or asked after only over a live connection"
-        return self.connection.link
+    def _landed(self, link: Link, handle: int, num_bytes: int) -> None:
+        link.agent.release(handle)
+        link.in_flight -= 1
+        self.landed_bytes += num_bytes
+
+    def _live(self) -> Link:
+        assert self._connection.link is not None, "a piece is posted or asked after only over a live connection"
+        return self._connection.link

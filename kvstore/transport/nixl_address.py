@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from kvstore.transport.base import Card
 
 KIND = "nixl"
-_RDMA_TLS = ("rc", "dc", "ud", "ib")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +20,13 @@ class NixlAddress:
     """Address of the region's first byte in its process."""
     host: str
     """Differs between machines and between boots of one machine; the same in every container of a machine."""
-    rdma: bool
-    """Whether that process can use an RDMA device."""
+    segment_bytes: int
+    """What that process sends over TCP in one message."""
     metadata: bytes
     """Of its NIXL agent."""
 
     def to_bytes(self) -> bytes:
-        header = json.dumps({"base": self.base, "host": self.host, "rdma": self.rdma})
+        header = json.dumps({"base": self.base, "host": self.host, "segment_bytes": self.segment_bytes})
         return header.encode() + b"\n" + self.metadata
 
     @classmethod
@@ -37,8 +35,9 @@ class NixlAddress:
         header, separator, metadata = blob.partition(b"\n")
         fields: Any = json.loads(header)
         match fields:
-            case {"base": int(base), "host": str(host), "rdma": bool(rdma)} if separator and 0 <= base < 1 << 64:
-                return cls(base=base, host=host, rdma=rdma, metadata=metadata)
+            case {"base": int(base), "host": str(host), "segment_bytes": int(segment_bytes)}:
+                if separator and 0 <= base < 1 << 64 and segment_bytes > 0:
+                    return cls(base=base, host=host, segment_bytes=segment_bytes, metadata=metadata)
         raise ValueError("not the address of a NIXL agent")
 
 
@@ -54,11 +53,3 @@ def same_host(one: Card, other: Card) -> bool:
 
 def this_host() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def rdma_usable() -> bool:
-    """Whether there is an RDMA device and UCX_TLS does not rule it out."""
-    devices = Path("/sys/class/infiniband")
-    tls = os.environ.get("UCX_TLS", "all").split(",")
-    allowed = "all" in tls or any(name.startswith(_RDMA_TLS) for name in tls)
-    return allowed and devices.is_dir() and any(devices.iterdir())

@@ -108,11 +108,12 @@ class _DigestJob:
 
 @dataclass(slots=True)
 class _Waiting:
-    """What the threads share: pulls without their PullSettled, and whether more are taken."""
+    """What the threads share: the pulls without their PullSettled, and whether more are taken."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     pull_ids: set[int] = field(default_factory=set)
-    closed: bool = False
+    refusal: str | None = None
+    """Why no more are taken, once that is so."""
 
 
 class TransportThread:
@@ -156,12 +157,13 @@ class TransportThread:
         with self._waiting.lock:
             if pull.pull_id in self._waiting.pull_ids:
                 raise ValueError(f"pull {pull.pull_id} has not settled yet")
-            if not self._waiting.closed:
+            refusal = self._waiting.refusal
+            if refusal is None:
                 self._waiting.pull_ids.add(pull.pull_id)
                 submitted_s = time.monotonic()
                 self._commands.put(lambda: self._begin(pull, submitted_s))
-                return
-        self.events.put(PullSettled(pull.pull_id, CLOSED, (), 0, 0.0, ""))
+        if refusal is not None:
+            self.events.put(PullSettled(pull.pull_id, refusal, (), 0, 0.0, ""))
 
     def cancel(self, pull_id: int) -> None:
         """Stops posting for that pull: CANCELLED follows once what is in flight has landed. Ignores unknown ids."""
@@ -189,7 +191,7 @@ class TransportThread:
     def close(self) -> None:
         """Settles every pull, by force after `close_s`, closes the transport and ends the thread. Idempotent."""
         with self._waiting.lock:
-            self._waiting.closed = True
+            self._waiting.refusal = self._waiting.refusal or CLOSED
         self._commands.put(self._begin_closing)
         if self._thread.ident is None:
             self._refuse_the_rest(CLOSED)
@@ -315,7 +317,7 @@ class TransportThread:
     def _refuse_the_rest(self, error: str) -> None:
         """Settles the pulls that were submitted and never begun, and from now on every new one at once."""
         with self._waiting.lock:
-            self._waiting.closed = True
+            self._waiting.refusal = error
             rest = sorted(self._waiting.pull_ids)
             self._waiting.pull_ids.clear()
         for pull_id in rest:

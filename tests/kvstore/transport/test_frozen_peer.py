@@ -1,0 +1,147 @@
+"""Peers that stop answering without dying, over TCP: there a read needs the peer's progress thread."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.transport import CANCELLED, CLOSED, EXPIRED
+from tests.kvstore.transport.conftest import World
+from tests.kvstore.transport.peers import PAGE_BYTES, REGION_BYTES, InProcessPeer, ProcessPeer, PullingProcess, Reader
+
+
+def process(peer: ProcessPeer | InProcessPeer) -> ProcessPeer:
+    assert isinstance(peer, ProcessPeer)
+    return peer
+
+
+def connected(world: World, peer: ProcessPeer) -> Reader:
+    reader = world.reader()
+    assert reader.pull(peer.card, [0], [0], [PAGE_BYTES]).error is None
+    return reader
+
+
+def test_a_pull_from_a_frozen_peer_expires_and_settles_once_the_peer_goes_on(tcp_world: World) -> None:
+    peer = process(tcp_world.shared_peer())
+    reader = connected(tcp_world, peer)
+    peer.freeze()
+    pull_id = reader.submit(peer.card, [0], [0], [REGION_BYTES], deadline_in_s=0.2)
+    reader.wait_expired(pull_id)
+    assert not reader.has_settled(pull_id)
+    peer.wake()
+    assert reader.settled(pull_id).error == EXPIRED
+    assert reader.pull(peer.card, [0], [0], [PAGE_BYTES]).error is None
+
+
+def test_a_cancelled_pull_from_a_frozen_peer_settles_only_once_the_peer_goes_on(tcp_world: World) -> None:
+    peer = process(tcp_world.shared_peer())
+    reader = connected(tcp_world, peer)
+    peer.freeze()
+    pull_id = reader.submit(peer.card, [0], [0], [REGION_BYTES])
+    after = reader.submit(peer.card, [0], [0], [PAGE_BYTES], deadline_in_s=0.1)
+    reader.wait_expired(after)  # so the first pieces of both are posted
+    reader.thread.cancel(pull_id)
+    later = reader.submit(peer.card, [0], [0], [PAGE_BYTES], deadline_in_s=0.1)
+    reader.wait_expired(later)
+    assert not reader.has_settled(pull_id)
+    peer.wake()
+    settled = reader.settled(pull_id)
+    assert settled.error == CANCELLED
+    assert 0 < settled.num_bytes < REGION_BYTES
+    assert [reader.settled(other).error for other in (after, later)] == [EXPIRED] * 2
+
+
+def test_a_frozen_peer_that_is_killed_settles_its_pulls(tcp_world: World) -> None:
+    peer = process(tcp_world.peer())
+    reader = connected(tcp_world, peer)
+    peer.freeze()
+    pull_id = reader.submit(peer.card, [0], [0], [REGION_BYTES], deadline_in_s=0.1)
+    reader.wait_expired(pull_id)
+    peer.kill()
+    assert reader.settled(pull_id).error == EXPIRED
+
+
+def test_a_frozen_peer_does_not_hold_up_pulls_from_another(tcp_world: World) -> None:
+    frozen, other = process(tcp_world.shared_peer()), tcp_world.shared_peer(1)
+    reader = connected(tcp_world, frozen)
+    frozen.freeze()
+    stuck = [reader.submit(frozen.card, [0], [0], [REGION_BYTES]) for _ in range(3)]
+    assert reader.pull(other.card, [0], [0], [REGION_BYTES]).error is None
+    assert not any(reader.has_settled(pull_id) for pull_id in stuck)
+    frozen.wake()
+    assert [reader.settled(pull_id).error for pull_id in stuck] == [None] * 3
+
+
+def test_a_peer_that_is_frozen_while_we_connect_keeps_no_page_and_is_pulled_from_later(tcp_world: World) -> None:
+    """Nothing was posted yet, so the pull settles with its deadline: its pages need no quarantine."""
+    peer, other = process(tcp_world.shared_peer()), tcp_world.shared_peer(1)
+    reader = tcp_world.reader()
+    peer.freeze()
+    pull_id = reader.submit(peer.card, [0], [0], [PAGE_BYTES], deadline_in_s=0.2)
+    assert reader.settled(pull_id).error == EXPIRED
+    assert reader.pull(other.card, [0], [0], [PAGE_BYTES]).error is None
+    peer.wake()
+    assert reader.pull(peer.card, [0], [0], [PAGE_BYTES]).error is None
+
+
+def test_nothing_lands_after_a_frozen_peer_was_forgotten(tcp_world: World) -> None:
+    peer = process(tcp_world.peer())
+    reader = connected(tcp_world, peer)
+    peer.freeze()
+    pull_id = reader.submit(peer.card, [0], [0], [REGION_BYTES])
+    other = tcp_world.shared_peer(1)
+    assert reader.pull(other.card, [0], [0], [PAGE_BYTES]).error is None  # by now the first pieces are posted
+    reader.thread.forget(peer.card.incarnation)
+    settled = reader.settled(pull_id)
+    assert settled.error is not None
+    assert "forgotten" in settled.error
+    reader.region[:] = 9
+    peer.wake()
+    assert peer.serves()
+    assert (reader.region == 9).all()
+
+
+def test_closing_ends_pulls_from_a_frozen_peer_by_force(tcp_world: World) -> None:
+    reader, peer = tcp_world.reader(close_s=0.1), process(tcp_world.peer())
+    assert reader.pull(peer.card, [0], [0], [PAGE_BYTES]).error is None
+    peer.freeze()
+    pull_id = reader.submit(peer.card, [0], [0], [REGION_BYTES])
+    late = reader.submit(peer.card, [0], [0], [REGION_BYTES], deadline_in_s=0.01)
+    reader.wait_expired(late)
+    reader.thread.close()
+    assert reader.settled(pull_id).error == CLOSED
+    assert reader.settled(late).error == EXPIRED
+
+
+def test_closing_does_not_wait_for_a_frozen_peer_that_we_were_connecting_to(tcp_world: World) -> None:
+    reader, peer = tcp_world.reader(), process(tcp_world.peer())
+    peer.freeze()
+    pull_id = reader.submit(peer.card, [0], [0], [PAGE_BYTES])
+    reader.thread.close()
+    assert reader.settled(pull_id).error == CLOSED
+
+
+@pytest.mark.parametrize("tls", ["tcp", "all"])
+def test_a_source_outlives_readers_that_are_killed_amid_their_pulls(
+    tls: str, monkeypatch: pytest.MonkeyPatch, tcp_world: World
+) -> None:
+    monkeypatch.setenv("UCX_TLS", tls)
+    peer, reader = process(tcp_world.peer()), tcp_world.reader()
+    for _ in range(2):
+        PullingProcess(peer.card).kill()
+        assert peer.serves()
+    assert reader.pull(peer.card, [0], [0], [PAGE_BYTES]).error is None
+
+
+def test_a_source_that_was_frozen_as_its_readers_were_killed_still_serves(tcp_world: World) -> None:
+    """UCX aborts a process that has a second message to send to a reader that is gone (see `Link.segment_bytes`).
+
+    With several reads in flight, as any library user would post them, this source died most of the time.
+    """
+    peer, reader = process(tcp_world.peer()), tcp_world.reader()
+    for _ in range(2):
+        pulling = PullingProcess(peer.card)
+        peer.freeze()
+        pulling.kill()
+        peer.wake()
+        assert peer.serves()
+    assert reader.pull(peer.card, [0], [0], [PAGE_BYTES]).error is None
