@@ -80,6 +80,7 @@ class Keeper:
         """Register the region; takes seconds. Returns how others reach it."""
         card = await asyncio.to_thread(self._transport.start)
         self._encoding = asyncio.create_task(self._encode(), name="write-behind")
+        self._encoding.add_done_callback(_log_failure)
         return card
 
     async def close(self) -> None:
@@ -188,8 +189,8 @@ class Keeper:
             self._timer = self._loop.call_later(max(0.0, due_s - boot_time_s()), self._expire)
 
     def _expire(self) -> None:
+        # The transport keeps the same deadline and posts nothing further by itself.
         for written in self.store.expire(boot_time_s()):
-            self._transport.cancel(written.write_id)
             self._finished(written)
         self._after()
 
@@ -237,6 +238,11 @@ def _pull(plan: PlannedPull, card: Card, deadline_s: float) -> Pull:
 def _encoded(encoding: Encoding) -> tuple[Bytes, int]:
     stored = np.frombuffer(encoding.codec.encode(encoding.page, encoding.itemsize), dtype=np.uint8)
     return stored, bytes_digest(stored)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s has ended", task.get_name(), exc_info=error)
 
 
 def _be_nice() -> None:

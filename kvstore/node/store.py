@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvstore.codecs import CODECS, Bytes, Codec
 from kvstore.node.arena import Arena, Extent
 from kvstore.node.decisions import DigestExtents, Encoding, Lent, OfferedPage, OfferPlan, Written
+from kvstore.node.index import Copy, Index
 from kvstore.node.leases import Leases
+from kvstore.node.write_behind import WriteBehind
 from kvstore.node.writes import Writes
-from kvstore.pages import PageTree
 from kvstore.stored import StoredPage
-
-_WRITE_BEHIND = "lossless"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,33 +40,17 @@ class StoreBounds:
             raise ValueError(f"spare_share must be in [0, 1), got {self.spare_share}")
 
 
-@dataclass(slots=True, eq=False)
-class _Copy:
-    """One stored form of one page.
-
-        current --evicted, or another copy replaces it--> retired --last pin--> its extent is free
-
-    `pins` counts leases and encodings. A current copy with a pin is never evicted, but it may be replaced.
-    """
-
-    header: StoredPage
-    extent: Extent
-    itemsize: int
-    pins: int = 0
-    retired: bool = False
-
-
 @dataclass(slots=True)
 class _Eviction:
     """One walk over the coldest pages, for all that an offer needs."""
 
-    cold: Iterator[tuple[bytes, _Copy]]
+    cold: Iterator[Copy]
     spare_bytes: float
     """Still to be freed beyond what is needed, so that the next offers need no walk."""
 
 
 class Store:
-    """The pages of one storage node: an index that lists exactly what the arena holds."""
+    """The pages of one storage node. Time is an argument: instants of `boot_time_s`."""
 
     def __init__(
         self,
@@ -88,29 +71,23 @@ class Store:
         """Pages taken from offers so far."""
         self.num_evicted = 0
         self._bounds = bounds
-        self._write_behind = write_behind
         self._codecs = codecs
-        self._tree: PageTree[_Copy] = PageTree()
-        self._retired: set[_Copy] = set()
-        self._leases: Leases[_Copy] = Leases(incarnation)
+        self._index = Index(arena)
+        self._leases: Leases[Copy] = Leases(incarnation)
         self._writes = Writes(arena)
-        self._to_encode: dict[bytes, _Copy] = {}  # current raw copies, longest waiting first
-        self._encodings: dict[int, _Copy] = {}
-        self._num_encodings = 0
-        self._added: set[bytes] = set()
-        self._removed: set[bytes] = set()
+        self._write_behind = WriteBehind(arena, self._index, codecs) if write_behind else None
 
     # -- what it holds ---------------------------------------------------------------------------------------------
 
     @property
     def num_pages(self) -> int:
         """Pages that a match can find."""
-        return len(self._tree)
+        return len(self._index)
 
     @property
     def num_evictable(self) -> int:
         """Pages that nobody has on lease."""
-        return len(self._tree) - len({copy for copy in self._leases.held() if not copy.retired})
+        return len(self._index) - len({copy for copy in self._leases.held() if not copy.retired})
 
     @property
     def num_quarantined(self) -> int:
@@ -120,7 +97,7 @@ class Store:
     @property
     def num_to_encode(self) -> int:
         """Raw pages that write-behind has not finished with."""
-        return len(self._to_encode) + len(self._encodings)
+        return 0 if self._write_behind is None else len(self._write_behind)
 
     @property
     def stored_bytes(self) -> int:
@@ -129,17 +106,14 @@ class Store:
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
         """Keys that entered and left the index since the last call."""
-        changes = (list(self._added), list(self._removed))
-        self._added.clear()
-        self._removed.clear()
-        return changes
+        return self._index.drain_changes()
 
     # -- lending ---------------------------------------------------------------------------------------------------
 
     def match(self, keys: Sequence[bytes], lease_s: float, now_s: float) -> Lent:
         """Lend what is here of `keys`, for `lease_s` at most."""
         self._end_leases(now_s)
-        copies = tuple(copy for copy in self._tree.match(keys) if copy is not None)
+        copies = self._index.match(keys)
         if not copies:
             return Lent("", now_s, ())
         for copy in copies:
@@ -153,7 +127,7 @@ class Store:
         self._end_leases(now_s)
         copies = self._leases.end(lease_id)
         for copy in copies or ():
-            self._unpin(copy)
+            self._index.unpin(copy)
         return copies is not None
 
     # -- taking ----------------------------------------------------------------------------------------------------
@@ -170,9 +144,9 @@ class Store:
         wanted: list[OfferedPage] = []
         for page in pages:
             # In use, both: a worker had the page until now, and what comes would be worth less without its parent.
-            for key in (page.key, page.parent):
-                if key is not None and key in self._tree:
-                    self._tree.touch(key)
+            self._index.touch(page.key)
+            if page.parent is not None:
+                self._index.touch(page.parent)
             if self._has(page):
                 known.append(page.key)
             elif page.key in self._writes:
@@ -181,7 +155,7 @@ class Store:
                 wanted.append(page)
         taken: dict[Extent, OfferedPage] = {}
         limit_bytes = self._bounds.max_writing_share * self.arena.capacity_bytes - self._writes.num_bytes
-        eviction = _Eviction(self._tree.coldest(), self._bounds.spare_share * self.arena.capacity_bytes)
+        eviction = _Eviction(self._index.coldest(), self._bounds.spare_share * self.arena.capacity_bytes)
         for page in wanted:
             fits = Extent(0, page.num_bytes).occupied_bytes <= limit_bytes
             extent = self._room(page.num_bytes, eviction) if fits else None
@@ -228,79 +202,34 @@ class Store:
 
     def next_encoding(self) -> Encoding | None:
         """The raw page that has waited longest; None if none waits."""
-        if not self._to_encode:
-            return None
-        copy = self._to_encode.pop(next(iter(self._to_encode)))
-        copy.pins += 1
-        self._num_encodings += 1
-        self._encodings[self._num_encodings] = copy
-        page = self.arena.view(copy.extent)
-        return Encoding(self._num_encodings, page, copy.itemsize, self._codecs[_WRITE_BEHIND])
+        return None if self._write_behind is None else self._write_behind.begin()
 
     def encoded(self, encoding_id: int, stored: Bytes | None, stored_digest: int) -> bool:
-        """Put the encoded form in the raw one's place. Readers of the raw one keep it until they let go.
-
-        stored: None if encoding failed. Returns False, and leaves the page raw, where the form is not smaller, or where
-        readers hold the raw one and there is no room beside it. Nothing is evicted.
-        """
-        copy = self._encodings.pop(encoding_id)
-        smaller = stored is not None and 0 < len(stored) < copy.extent.num_bytes
-        if stored is None or not smaller or copy.retired:
-            self._unpin(copy)
-            return False
-        extent = self.arena.allocate(len(stored))
-        if extent is None and copy.pins == 1:
-            # Nobody reads the raw bytes, so that half-encoded ones can mislead at most a reader whose lease is over.
-            extent = copy.extent = self.arena.shrink(copy.extent, len(stored))
-        if extent is None:
-            self._unpin(copy)
-            return False
-        self.arena.view(extent)[:] = stored
-        header = replace(
-            copy.header,
-            offset_bytes=extent.offset_bytes,
-            num_bytes=extent.num_bytes,
-            codec=_WRITE_BEHIND,
-            stored_digest=stored_digest,
-        )
-        if extent is copy.extent:
-            copy.header = header
-        else:
-            self._replace(_Copy(header, extent, copy.itemsize))
-        self._unpin(copy)
-        return True
+        """The encoded form of a page, None if encoding failed. Says whether it has taken the raw one's place."""
+        assert self._write_behind is not None
+        return self._write_behind.end(encoding_id, stored, stored_digest)
 
     # -- invariants ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Assert every invariant; O(pages)."""
-        for part in (self.arena, self._tree, self._leases, self._writes):
+        for part in (self.arena, self._index, self._leases, self._writes):
             part.check()
-        current = dict(self._tree.items())
-        copies = [*current.values(), *self._retired]
+        encoding: list[Copy] = []
+        if self._write_behind is not None:
+            self._write_behind.check()
+            encoding = self._write_behind.pinned()
+        copies = self._index.copies()
         extents = [*(copy.extent for copy in copies), *self._writes.extents()]
         assert sorted(extents, key=lambda e: e.offset_bytes) == self.arena.extents(), "an extent has no or two users"
-        pins = Counter([*self._leases.held(), *self._encodings.values()])
+        pins = Counter([*self._leases.held(), *encoding])
         assert all(copy.pins == pins[copy] for copy in copies)
         assert set(pins) <= set(copies), "a pinned copy was dropped"
-        for copy in copies:
-            assert (copy.header.offset_bytes, copy.header.num_bytes) == (
-                copy.extent.offset_bytes,
-                copy.extent.num_bytes,
-            )
-        for key, copy in current.items():
-            assert copy.header.key == key
-            assert not copy.retired
-        assert all(copy.retired and copy.pins for copy in self._retired)
-        for key, copy in self._to_encode.items():
-            assert copy.header.codec == "raw"
-            assert current[key] is copy
-        assert not self._added & self._removed
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _has(self, page: OfferedPage) -> bool:
-        copy = self._tree.get(page.key)
+        copy = self._index.get(page.key)
         return copy is not None and self._loss(copy.header.lineage) <= self._loss(page.lineage)
 
     def _loss(self, codec: str) -> int:
@@ -314,20 +243,16 @@ class Store:
         needed = Extent(0, num_bytes).occupied_bytes
         trial = self.arena.holes()
         enough = trial.free_bytes + eviction.spare_bytes
-        victims: list[bytes] = []
-        for key, copy in eviction.cold:
-            if copy.pins:
-                continue
+        victims: list[Copy] = []
+        for copy in eviction.cold:
             trial.give(copy.extent.offset_bytes, copy.extent.occupied_bytes)
-            victims.append(key)
+            victims.append(copy)
             if trial.largest_bytes >= needed and trial.free_bytes >= enough:
                 break
         if trial.largest_bytes < needed:
             return None
         eviction.spare_bytes = 0
-        for key in victims:
-            self._retire(self._tree.remove(key))
-            self._note(key, self._removed, self._added)
+        self._index.evict(victims)
         self.num_evicted += len(victims)
         return self.arena.allocate(num_bytes)
 
@@ -341,42 +266,13 @@ class Store:
             stored_digest=stored_digest,
             digests=page.digests,
         )
-        copy = _Copy(header, extent, itemsize)
-        if page.key in self._tree:
-            # The offer was of a better lineage, and nobody else could bring this key meanwhile.
-            self._replace(copy)
-        else:
-            self._tree.insert(page.key, page.parent, copy)
-            self._note(page.key, self._added, self._removed)
+        copy = Copy(header, extent, itemsize)
+        # A current copy is of a worse lineage: else the page was known, and nobody else can have brought it meanwhile.
+        self._index.put(copy, page.parent)
         self.num_stored += 1
-        if self._write_behind:
-            self._to_encode[page.key] = copy
-
-    def _replace(self, copy: _Copy) -> None:
-        self._retire(self._tree.replace(copy.header.key, copy))
-
-    def _retire(self, copy: _Copy) -> None:
-        """The index no longer lists this copy."""
-        copy.retired = True
-        self._to_encode.pop(copy.header.key, None)
-        if copy.pins:
-            self._retired.add(copy)
-        else:
-            self.arena.free(copy.extent)
-
-    def _unpin(self, copy: _Copy) -> None:
-        copy.pins -= 1
-        if copy.retired and not copy.pins:
-            self._retired.remove(copy)
-            self.arena.free(copy.extent)
+        if self._write_behind is not None:
+            self._write_behind.add(copy)
 
     def _end_leases(self, now_s: float) -> None:
         for copy in self._leases.end_expired(now_s):
-            self._unpin(copy)
-
-    @staticmethod
-    def _note(key: bytes, into: set[bytes], other: set[bytes]) -> None:
-        if key in other:
-            other.remove(key)
-        else:
-            into.add(key)
+            self._index.unpin(copy)

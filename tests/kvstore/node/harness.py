@@ -121,7 +121,7 @@ class BareNode:
         )
 
     async def start(self) -> None:
-        self.gate = Gate(KvStoreService(self.keeper, await self.keeper.start(), offer_deadline_s=WAIT_S))
+        self.gate = Gate(KvStoreService(self.keeper, await self.keeper.start(), offer_deadline_s=10 * WAIT_S))
 
         def register(server: grpc.aio.Server) -> Sequence[str]:
             kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(self.gate, server)
@@ -163,7 +163,7 @@ class Worker:
         await self.client.close()
         self.transport.close()
 
-    async def offer(self, *numbers: int, deadline_in_s: float = WAIT_S, **changes) -> OfferOutcome:
+    async def offer(self, *numbers: int, deadline_in_s: float = 10 * WAIT_S, **changes) -> OfferOutcome:
         """Each page is the child of the page of the number before; fragments begin at 1, 5, 9, ..."""
         keys = [key_of(number) for number in range(1, 33)]
         offers = []

@@ -180,7 +180,7 @@ def test_the_control_plane_hears_of_the_node_its_load_and_its_keys():
 def test_leases_end_without_anybody_asking():
     async def body() -> None:
         async with Cluster() as cluster:
-            node = await cluster.node("kv-0")
+            node = await cluster.node("kv-0", lossless=False)
             worker = await cluster.worker(KvClientConfig(lease_s=0.2, lease_margin_s=0.05))
             await worker.offer(1, 2)
             [match] = await worker.match(2)

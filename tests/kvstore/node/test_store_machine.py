@@ -41,6 +41,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.promised: dict[str, tuple[float, tuple[StoredPage, ...]]] = {}
         self.abandoned: set[int] = set()
         self.unfinished: set[int] = set()
+        self.encoding_ids: set[int] = set()
 
     # -- offers ----------------------------------------------------------------------------------------------------
 
@@ -144,10 +145,14 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(target=encodings)
     def encoding_begins(self):
         encoding = self.store.next_encoding()
-        return multiple() if encoding is None else encoding
+        if encoding is None:
+            return multiple()
+        self.encoding_ids.add(encoding.encoding_id)
+        return encoding
 
     @rule(encoding=consumes(encodings), fails=rarely)
     def encoding_ends(self, encoding: Encoding, fails):
+        self.encoding_ids.remove(encoding.encoding_id)
         if fails:
             assert not self.store.encoded(encoding.encoding_id, None, 0)
             return
@@ -184,7 +189,7 @@ class StoreMachine(RuleBasedStateMachine):
         for write_id in sorted(self.unfinished):
             outcome = self.store.pull_settled(write_id, "closed", ())
             assert outcome.stored == ()
-        for encoding_id in list(self.store._encodings):
+        for encoding_id in sorted(self.encoding_ids):
             self.store.encoded(encoding_id, None, 0)
         self.store.expire(self.now_s + 1000)
         self.store.check()
