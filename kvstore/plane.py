@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.pages import PageCache, PageLayout, Rate, allocate_region, page_digests
+from kvstore.pages import PageCache, PageLayout, allocate_region, page_digests
+from kvstore.pull_stats import PullStats
 from kvstore.transport import (
     Card,
     DigestsReady,
@@ -45,20 +45,6 @@ class PlaneConfig:
         for name in ("pool_bytes", "staging_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-
-
-@dataclass(slots=True)
-class PullStats:
-    """What the transport has done since the start."""
-
-    pages_pulled: int = 0
-    bytes_pulled: int = 0
-    bytes_rate: Rate = field(default_factory=Rate)
-    """From a pull's submission to its last byte."""
-    path: str = ""
-    """What the last pull took, e.g. "nixl:cma"."""
-    tcp_since_unix_s: float | None = None
-    """Since when pulls have gone through TCP; None while they do not."""
 
 
 class PagePlane:
@@ -171,16 +157,7 @@ class PagePlane:
     def _count(self, event: PullSettled) -> None:
         with self._lock:
             num_pages = self._num_pages.pop(event.pull_id, 0)
-        if event.path:
-            self.stats.path = event.path
-            if not event.path.endswith(":tcp"):
-                self.stats.tcp_since_unix_s = None
-            elif self.stats.tcp_since_unix_s is None:
-                self.stats.tcp_since_unix_s = time.time()
-        if event.error is None:
-            self.stats.pages_pulled += num_pages - len(event.mismatched)
-            self.stats.bytes_pulled += event.num_bytes
-            self.stats.bytes_rate.measured(event.num_bytes, event.seconds)
+        self.stats.settled(event, num_pages)
 
 
 class _Sink:

@@ -158,19 +158,10 @@ class WorkerShell:
 
     def current_load(self) -> control_pb2.Load:
         """State and figures as of the step loop's last turn."""
-        load, stats = control_pb2.Load(), self._plane.stats
+        load = control_pb2.Load()
         load.CopyFrom(self._load)
-        load.pages_pulled = stats.pages_pulled
-        load.bytes_pulled = stats.bytes_pulled
-        load.pull_bytes_per_s = stats.bytes_rate.per_s
-        load.transport = stats.path
         load.ready = self._is_ready
-        if stats.tcp_since_unix_s is not None:
-            load.degradations.add(
-                kind="transport-tcp",
-                consequence="pages come through TCP, ten times slower than by RDMA or from memory, and in clear text",
-                since_unix_s=stats.tcp_since_unix_s,
-            )
+        self._plane.stats.tell(load)
         return load
 
     def _done(self, task: asyncio.Task[None]) -> None:

@@ -6,10 +6,8 @@ import asyncio
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,6 +15,7 @@ from kvstore.codecs import Bytes
 from kvstore.node.decisions import DigestExtents, Encoding, Lent, OfferedPage, OfferPlan, PlannedPull, Written
 from kvstore.node.store import Store
 from kvstore.pages import bytes_digest
+from kvstore.pull_stats import PullStats
 from kvstore.transport import (
     Card,
     DigestsReady,
@@ -33,19 +32,6 @@ logger = logging.getLogger(__name__)
 
 _ENCODER_NICENESS = 10
 """Of the encoding thread: on a small machine the workers' steps come first."""
-
-
-@dataclass(slots=True)
-class PullStats:
-    """What the transport has brought since the start."""
-
-    bytes_pulled: int = 0
-    bytes_per_s: float = 0.0
-    """Of the last pull."""
-    path: str = ""
-    """What the last pull took, e.g. "nixl:cma"."""
-    tcp_since_unix_s: float | None = None
-    """Since when pulls have gone through TCP; None while they do not."""
 
 
 class Keeper:
@@ -66,6 +52,7 @@ class Keeper:
         """
         self.store = store
         self.stats = PullStats()
+        self._num_pages: dict[int, int] = {}  # of the pulls that have not settled
         self._publish = publish
         self._loop = asyncio.get_running_loop()
         self._transport = TransportThread(make_transport, events=_Inbox(self._loop, self._transport_event))
@@ -123,6 +110,7 @@ class Keeper:
         write_id = plan.pull.write_id
         future = self._waiting[write_id] = self._loop.create_future()
         try:
+            self._num_pages[write_id] = len(plan.pull.pages)
             self._transport.submit(_pull(plan.pull, card, deadline_s))
             return plan, await future
         finally:
@@ -138,7 +126,7 @@ class Keeper:
             case PullExpired():
                 self._expire()
             case PullSettled():
-                self._count(event)
+                self.stats.settled(event, self._num_pages.pop(event.pull_id))
                 outcome = self.store.pull_settled(event.pull_id, event.error, event.mismatched)
                 if isinstance(outcome, Written):
                     self._finished(outcome)
@@ -158,18 +146,6 @@ class Keeper:
         future = self._waiting.get(written.write_id)
         if future is not None and not future.done():
             future.set_result(written)
-
-    def _count(self, event: PullSettled) -> None:
-        if event.path:
-            self.stats.path = event.path
-            if not event.path.endswith(":tcp"):
-                self.stats.tcp_since_unix_s = None
-            elif self.stats.tcp_since_unix_s is None:
-                self.stats.tcp_since_unix_s = time.time()
-        if event.error is None:
-            self.stats.bytes_pulled += event.num_bytes
-            if event.seconds > 0:
-                self.stats.bytes_per_s = event.num_bytes / event.seconds
 
     # -- time ------------------------------------------------------------------------------------------------------
 

@@ -102,7 +102,7 @@ class StorageNode:
 
     def _load(self) -> control_pb2.Load:
         assert self._keeper is not None
-        store, stats = self._keeper.store, self._keeper.stats
+        store = self._keeper.store
         # Pages have no fixed size here: free memory is told in pages of the mean size of those that are stored.
         mean_bytes = store.stored_bytes / store.num_pages if store.num_pages else 0
         num_free = int(store.arena.free_bytes / mean_bytes) if mean_bytes else 0
@@ -111,21 +111,12 @@ class StorageNode:
             pages_free=store.num_evictable + num_free,
             pages_cached=store.num_pages,
             pages_quarantined=store.num_quarantined,
-            pull_bytes_per_s=stats.bytes_per_s,
-            pages_pulled=store.num_stored,
-            bytes_pulled=stats.bytes_pulled,
             pages_served=store.num_served,
-            transport=stats.path,
             stored_bytes=store.stored_bytes,
             capacity_bytes=store.arena.capacity_bytes,
             ready=True,
         )
-        if stats.tcp_since_unix_s is not None:
-            load.degradations.add(
-                kind="transport-tcp",
-                consequence="pages come through TCP, ten times slower than by RDMA or from memory, and in clear text",
-                since_unix_s=stats.tcp_since_unix_s,
-            )
+        self._keeper.stats.tell(load)
         return load
 
     async def _obey(self, registration: Registration) -> None:
