@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -53,37 +52,36 @@ def _foreground(loaded: LoadedSpec, home: ClusterHome, arguments: argparse.Names
     try:
         with StopSignals() as signals, home.hold():
             progress.line(f"starting cluster {home.cluster}: {loaded.document.name}")
-            launcher = ClusterLauncher(loaded, home, progress)
+            launcher = ClusterLauncher(loaded, home, progress, signals)
+            signals.on_second = launcher.kill
             try:
-                return _run(launcher, home, progress, arguments)
+                return _run(launcher, home, progress, signals, arguments)
             finally:
-                try:
-                    launcher.stop()
-                    progress.line("stopped")
-                except StopAsked:
-                    signals.ignore()
-                    launcher.kill()
-                    progress.line("stopped at once")
-                    # Ray's client would wait for the Ray that has just been ended.
-                    os._exit(INTERRUPTED)
-    except StopAsked:
-        return INTERRUPTED
+                launcher.stop()
+                progress.line("stopped")
     except (LaunchError, PortTaken, AlreadyRunning, SpecError, CatalogError) as error:
         raise CommandError(str(error)) from error
 
 
-def _run(launcher: ClusterLauncher, home: ClusterHome, progress: Progress, arguments: argparse.Namespace) -> int:
+def _run(
+    launcher: ClusterLauncher,
+    home: ClusterHome,
+    progress: Progress,
+    signals: StopSignals,
+    arguments: argparse.Namespace,
+) -> int:
     is_ready = False
     try:
         addresses = launcher.start()
         is_ready = True
         progress.line(_welcome(addresses, home, progress.elapsed_s))
         if arguments.ask is not None:
-            _ask(addresses, arguments.ask)
+            with signals.at_once():
+                _ask(addresses, arguments.ask)
         if not arguments.daemon:
             progress.line("\nCtrl-C stops everything.")
         launcher.watch()
-    except (StopAsked, SystemExit) as stop:  # Ray turns SIGTERM into SystemExit while it starts
+    except StopAsked as stop:
         progress.line(f"\n{stop}: stopping; once more stops at once")
         return 0 if is_ready else INTERRUPTED
 
@@ -96,15 +94,17 @@ def _detached(home: ClusterHome, spec: Path | None, ask: str | None) -> int:
     command = [sys.executable, "-m", "cluster.cli", "up", "--daemon"]
     command += ["--spec", str(spec.resolve())] if spec else []
     home.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with open(home.launcher_log, "w+b", buffering=0) as said, StopSignals():
+    with open(home.launcher_log, "w+b", buffering=0) as said, StopSignals() as signals:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True, cwd="/"
         )
+        signals.on_second = lambda: child.send_signal(signal.SIGTERM)
         try:
-            addresses = _await_ready(home, child, said.name)
+            with signals.at_once():
+                addresses = _await_ready(home, child, said.name)
         except StopAsked:
             child.send_signal(signal.SIGTERM)
-            print("stopping what has been started", flush=True)
+            print("\nstopping what has been started; Ctrl-C stops it at once", flush=True)
             child.wait()
             return INTERRUPTED
     if ask is not None:

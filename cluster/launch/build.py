@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from cluster.launch.models import model_source
 from cluster.launch.plan import NodePlan
@@ -19,6 +19,15 @@ class Node(Protocol):
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...
+
+
+@runtime_checkable
+class EndingNode(Protocol):
+    """A node that can find that it is of no use any more, and has to be replaced."""
+
+    async def wait_ended(self) -> str:
+        """Wait until it no longer acts, for whatever reason; says which."""
+        ...
 
 
 def build_node(plan: NodePlan, host: str) -> Node:

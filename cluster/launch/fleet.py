@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.launch.plan import NodePlan
 from cluster.launch.ray_runtime import RayRuntime
+from cluster.launch.signals import StopSignals
 from cluster.launch.supervision import NodeWatch, Verdict
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CHECK_S = 0.2
+"""Between two looks at whether somebody wants to stop."""
 LOG_LINES = 12
 """Of a node that failed, shown with the error."""
 STOP_ORDER = (("gateway",), ("decode", "prefill"), ("kv",), ("control",))
@@ -53,10 +56,10 @@ class Fleet:
             actor = self._runtime.launch(plan, self._log_file(plan))
             self._members[plan.node_id] = _Member(plan, actor)
 
-    def await_started(self, deadline_s: float) -> Iterator[tuple[NodePlan, Started]]:
+    def await_started(self, deadline_s: float, signals: StopSignals) -> Iterator[tuple[NodePlan, Started]]:
         """Each node once it serves, in the order in which they do.
 
-        Raises LaunchError for a node that fails, or for those that are not ready after `deadline_s`.
+        Raises LaunchError for a node that fails, or for those that are not ready after `deadline_s`, and StopAsked.
         """
         import ray
         import ray.exceptions as errors
@@ -68,7 +71,10 @@ class Fleet:
         }
         until_s = time.monotonic() + deadline_s
         while waiting:
-            settled, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, until_s - time.monotonic()))
+            signals.check()
+            settled, _ = ray.wait(list(waiting), num_returns=1, timeout=CHECK_S)
+            if not settled and time.monotonic() < until_s:
+                continue
             if not settled:
                 raise self._failure(f"not ready within {deadline_s} s", [member.plan for member in waiting.values()])
             member = waiting.pop(settled[0])

@@ -19,6 +19,7 @@ from cluster.launch.ports import HeldPort, PortTaken
 from cluster.launch.processes import end_processes, processes_in
 from cluster.launch.progress import Progress
 from cluster.launch.ray_runtime import RayRuntime
+from cluster.launch.signals import StopSignals
 from cluster.launch.supervision import Verdict
 from cluster.spec import HostPort, LoadedSpec, check_models, parse_host_port, without_password
 
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 WATCH_S = 1.0
 """Between two looks at the nodes and the catalog."""
 READY_POLL_S = 0.05
+KILLED = 137
+"""Exit code of a stop that did not wait for anybody."""
 _LOOPBACK = "127.0.0.1"
 _NEWS = {
     Verdict.DIED: "died; Ray starts it again",
@@ -42,11 +45,12 @@ class ClusterLauncher:
     run folder's `cwd`, so that `stop` can tell what is left. To be used from the main thread, under `ClusterHome.hold`.
     """
 
-    def __init__(self, loaded: LoadedSpec, home: ClusterHome, progress: Progress) -> None:
+    def __init__(self, loaded: LoadedSpec, home: ClusterHome, progress: Progress, signals: StopSignals) -> None:
         self._loaded = loaded
         self._spec = loaded.spec
         self._home = home
         self._progress = progress
+        self._signals = signals
         self._is_local = self._spec.ray.address == "local"
         self._ports: list[HeldPort] = []
         self._run_folder: Path | None = None
@@ -57,7 +61,8 @@ class ClusterLauncher:
     def start(self) -> Addresses:
         """Start everything and wait until the gateway can serve.
 
-        Raises LaunchError, SpecError for a spec that the models contradict, PortTaken. Call `stop` in any case.
+        Raises LaunchError, SpecError for a spec that the models contradict, PortTaken, CatalogError, StopAsked. Call
+        `stop` in any case.
         """
         begun_unix_s = time.time()
         check_models(self._loaded, model_shape)
@@ -80,7 +85,7 @@ class ClusterLauncher:
         )
         self._fleet = Fleet(self._ray, self._home.logs if self._is_local else None)
         self._fleet.launch(plan_nodes(self._spec, site))
-        for plan, started in self._fleet.await_started(self._spec.timing.start_deadline_s):
+        for plan, started in self._fleet.await_started(self._spec.timing.start_deadline_s, self._signals):
             http_address = f"http {started.http_address}, grpc " if started.http_address else ""
             self._progress.step(plan.node_id, f"{http_address}{started.address}")
         http, grpc = (address.reachable for address in gateways[0])
@@ -107,6 +112,7 @@ class ClusterLauncher:
         """
         assert self._fleet is not None
         while True:
+            self._signals.check()
             news = self._fleet.check(WATCH_S)
             for watch, verdict in news:
                 self._progress.event(f"{watch.node_id} (process {watch.pid}) {_NEWS[verdict]}")
@@ -129,13 +135,15 @@ class ClusterLauncher:
             self._catalog = None
         self._clear(polite_s=3.0)
 
-    def kill(self) -> None:
-        """Stop without asking anybody. Only the end of this process may follow: Ray's client has lost its Ray."""
+    def kill(self) -> NoReturn:
+        """Stop without asking anybody, and end this process: Ray's client would wait for its Ray."""
         if self._run_folder is not None:
             end_processes(processes_in(self._run_folder / "cwd"), polite_s=0.0)
         if self._catalog is not None:
             self._catalog.stop()
         self._clear(polite_s=0.0)
+        self._progress.line("stopped at once")
+        os._exit(KILLED)
 
     def _clear(self, *, polite_s: float) -> None:
         for port in self._ports:
@@ -194,7 +202,8 @@ class ClusterLauncher:
             token_file=self._home.ray_token(),
         )
         self._ray = ray  # before the start, so that half a start is stopped too
-        address = ray.start(num_nodes)
+        with self._signals.at_once():
+            address = ray.start(num_nodes)
         self._progress.step("ray", f"{'a local one' if self._is_local else 'joined'}, {address}")
         return ray, address
 
@@ -204,6 +213,7 @@ class ClusterLauncher:
         until_s = time.monotonic() + deadline_s
         said = "nothing yet"
         while time.monotonic() < until_s:
+            self._signals.check()
             connection = http.client.HTTPConnection(address.host, address.port, timeout=5.0)
             try:
                 connection.request("GET", "/readyz")

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import ray
@@ -49,7 +50,7 @@ class NodeActor:
         sigterm = _watch_sigterm()
         threading.Thread(target=self._await_sigterm, args=(sigterm,), name="sigterm", daemon=True).start()
         self._node.start()
-        if ray.get_runtime_context().was_current_actor_reconstructed:
+        if _is_restarted():
             threading.Thread(target=self._await_start, name="restart", daemon=True).start()
 
     def ready(self) -> Started | StartFailed:
@@ -77,6 +78,13 @@ class NodeActor:
         logger.info("node %s: SIGTERM", self._plan.node_id)
         self._node.stop(self._plan.stop_deadline_s)
         _end_process(0)
+
+
+def _is_restarted() -> bool:
+    """Whether an earlier process of this actor has died."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own use of what it deprecates
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def _watch_sigterm() -> socket.socket:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import uvloop
 
-from cluster.launch.build import Node
+from cluster.launch.build import EndingNode, Node
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,16 @@ class StartFailed:
     """The traceback."""
 
 
+class NodeEnded(Exception):
+    """The node found that it is of no use any more; the text is its reason."""
+
+
 class NodeThread:
     """Builds a node, starts it, and keeps it until it is stopped.
 
     (new) --start--> starting --ok--> serving --stop--> stopping --> stopped
-                         |               '------------ an error ---------------> ended: `on_error` is called
+                         |               |                  '--error--.
+                         |               '--the node ends by itself----+--> ended: `on_error` is called
                          '--error--> failed
     """
 
@@ -102,10 +107,15 @@ class NodeThread:
         self._loop = asyncio.get_running_loop()
         node = await self._start()
         self._settled.set()
-        if node is not None:
-            await self._stop_asked.wait()
-            await node.stop()
-            logger.info("node %s stopped", self._node_id)
+        if node is None:
+            return
+        stop_asked = asyncio.create_task(self._stop_asked.wait())
+        ended = asyncio.create_task(node.wait_ended()) if isinstance(node, EndingNode) else None
+        await asyncio.wait([task for task in (stop_asked, ended) if task], return_when=asyncio.FIRST_COMPLETED)
+        await node.stop()
+        if not self._stop_asked.is_set() and ended is not None:
+            raise NodeEnded(await ended)
+        logger.info("node %s stopped", self._node_id)
 
     async def _start(self) -> Node | None:
         """The node, serving; or None, with the reason in `_outcome`."""

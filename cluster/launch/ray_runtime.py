@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.launch.plan import NodePlan
+from cluster.launch.signals import StopAsked
 
 OBJECT_STORE_BYTES = 80 << 20
 """Close to the least that Ray takes: nothing of ours travels through its object store."""
@@ -49,6 +50,7 @@ class RayRuntime:
         """Start or join Ray; returns its address. num_nodes: how many actors will be made.
 
         Call it from the main thread: the kernel ends a local Ray together with the thread that started it.
+        Raises StopAsked if a signal interrupts it.
         """
         os.environ.update(_ENVIRONMENT)
         if self.is_local:
@@ -70,8 +72,10 @@ class RayRuntime:
             ray.init(
                 address=self._address, namespace=self._namespace, log_to_driver=False, logging_level="ERROR", **options
             )
+        except SystemExit as error:  # what Ray makes of SIGTERM meanwhile
+            raise StopAsked("SIGTERM") from error
         finally:
-            signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own there
+            signal.signal(signal.SIGTERM, on_sigterm)
         return str(ray.get_runtime_context().gcs_address)
 
     def launch(self, plan: NodePlan, log_file: Path | None) -> Any:

@@ -7,6 +7,8 @@ import os
 import threading
 import time
 
+import pytest
+
 from cluster.launch.node_thread import NodeThread, Started, StartFailed
 
 DEADLINE_S = 20.0
@@ -41,6 +43,22 @@ class BlockedNode(QuietNode):
 
     async def start(self) -> None:
         asyncio.get_running_loop().call_soon(self.let_go.wait, DEADLINE_S)
+
+
+class MortalNode(QuietNode):
+    """Says that it has ended when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = threading.Event()
+
+    async def wait_ended(self) -> str:
+        await asyncio.to_thread(self.over.wait, DEADLINE_S)
+        return "the step loop crashed"
+
+    async def stop(self) -> None:
+        await super().stop()
+        self.over.set()
 
 
 class UnstoppableNode(QuietNode):
@@ -97,6 +115,26 @@ def test_an_event_loop_that_is_blocked_does_not_answer() -> None:
         assert time.monotonic() - begun_s < DEADLINE_S
     node.let_go.set()
     assert thread.answers(DEADLINE_S)
+    assert thread.stop(DEADLINE_S)
+
+
+def test_a_node_that_ends_by_itself_is_stopped_and_its_process_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    node, ended = MortalNode(), threading.Event()
+    thread = NodeThread("n", lambda: node, ended.set)
+    thread.start()
+    assert isinstance(thread.outcome(), Started)
+    assert not ended.is_set()
+    node.over.set()
+    assert ended.wait(DEADLINE_S)
+    assert node.events == ["start", "stop"]
+    assert "the step loop crashed" in caplog.text
+
+
+def test_a_node_that_is_stopped_ends_nothing_else() -> None:
+    node = MortalNode()
+    thread = NodeThread("n", lambda: node, never)
+    thread.start()
+    thread.outcome()
     assert thread.stop(DEADLINE_S)
 
 
