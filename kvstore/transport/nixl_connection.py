@@ -39,7 +39,7 @@ class Link:
     Such reads are emulated: the peer sends its bytes in messages, and UCX 1.23 aborts the *peer's* process when a
     reader is gone while a second message is still to be sent to it (ucp_request.inl: "unexpected error: Endpoint
     timeout"). A reader with several reads in flight that was killed took the source with it in 8 of 12 tries, where
-    that was behind by 30 ms; with one read of one message in none of 24.
+    that was behind by 30 ms; with one read of one message in none of 54.
     """
     in_flight: int = 0
     """Requests that were posted and are not done."""

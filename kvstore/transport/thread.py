@@ -37,7 +37,10 @@ from kvstore.transport.base import (
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_SHARE = 1 / 32  # of the time since something last happened: the most that polling adds to a pull's latency
+_SPIN_S = (
+    0.2e-3  # so long after something happened nothing is slept: a sleep takes 0.1 ms however short it is asked to be
+)
+_PAUSE_SHARE = 1 / 16  # of the time since something last happened: the most that sleeping then adds to a pull's latency
 _PAUSE_MAX_S = 5e-3
 _START_S = 60.0  # importing NIXL and registering a large region, on a loaded machine
 _DIGEST_BYTES = 4 << 20  # per round: 2 ms
@@ -233,9 +236,8 @@ class TransportThread:
                 force_s = min(force_s, now_s + self._close_s)
                 if not self._active or now_s >= force_s:
                     return
-            idle = not (self._active or self._digest_jobs or self._closing)
-            pause_s = None if idle else min((now_s - moved_s) * _PAUSE_SHARE, _PAUSE_MAX_S)
-            if self._obey(pause_s) | self._advance():
+            busy = self._active or self._digest_jobs or self._closing
+            if self._obey(_pause_s(now_s - moved_s) if busy else None) | self._advance():
                 moved_s = time.monotonic()
 
     def _obey(self, pause_s: float | None) -> bool:
@@ -245,6 +247,8 @@ class TransportThread:
         """
         obeyed = False
         try:
+            if pause_s == 0:
+                time.sleep(0)  # lets the other threads have the interpreter, which the queue does not when it is empty
             command = self._commands.get(timeout=pause_s)
             while True:
                 command()
@@ -322,3 +326,8 @@ class TransportThread:
             self._waiting.pull_ids.clear()
         for pull_id in rest:
             self.events.put(PullSettled(pull_id, error, (), 0, 0.0, ""))
+
+
+def _pause_s(quiet_s: float) -> float:
+    """How long to sleep while something is in flight of which nothing was heard for `quiet_s`."""
+    return 0.0 if quiet_s < _SPIN_S else min(quiet_s * _PAUSE_SHARE, _PAUSE_MAX_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import signal
@@ -69,15 +70,17 @@ class ProcessPeer:
         self._process.wait(WAIT_S)
 
     def close(self) -> None:
-        """Lets the process end by itself, or ends it if it was frozen."""
+        """Lets the process end by itself, which it must do in good order unless it was killed."""
         with self._process:
             self.wake()
             assert self._process.stdin is not None
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
+            try:
                 self._process.wait(WAIT_S)
-            except (BrokenPipeError, subprocess.TimeoutExpired):
+            finally:
                 self._process.kill()
+        assert self._process.returncode in (0, -signal.SIGKILL)
 
 
 class InProcessPeer:
