@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
+from kvstore.arena import Arena, Extent
 from kvstore.client import KvClient, NodeMatch, PageOffer
-from kvstore.node.arena import Arena, Extent
 from kvstore.owners import fragment_pages
 from kvstore.pages import ColdPage
 from kvstore.plane import PagePlane
@@ -80,14 +80,15 @@ class StoredPages:
             staged.append((page, extent))
         if not staged:
             return set()
+        # If this wait is cancelled the staging extents stay taken, since bytes may still land in them.
+        settled = await self._plane.pull(
+            match.card,
+            [page.offset_bytes for page, _ in staged],
+            [self._plane.pool_bytes + extent.offset_bytes for _, extent in staged],
+            [page.num_bytes for page, _ in staged],
+            deadline_s=deadline_s,
+        )
         try:
-            settled = await self._plane.pull(
-                match.card,
-                [page.offset_bytes for page, _ in staged],
-                [self._plane.pool_bytes + extent.offset_bytes for _, extent in staged],
-                [page.num_bytes for page, _ in staged],
-                deadline_s=deadline_s,
-            )
             if settled.error is not None:
                 logger.info("pages from storage node %s: %s", match.node_id, settled.error)
                 return set()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.arena import Extent
 from kvstore.codecs import Bytes, Codec
-from kvstore.node.arena import Extent
 from kvstore.stored import StoredPage
 
 

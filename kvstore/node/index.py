@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvstore.node.arena import Arena, Extent
+from kvstore.arena import Arena, Extent
 from kvstore.pages import PageTree
 from kvstore.stored import StoredPage
 

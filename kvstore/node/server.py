@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvstore.node.arena import Arena
+from kvstore.arena import Arena
 from kvstore.node.config import StorageConfig
 from kvstore.node.keeper import Keeper
 from kvstore.node.service import KvStoreService

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvstore.arena import Arena, Extent
 from kvstore.codecs import CODECS, Bytes, Codec
-from kvstore.node.arena import Arena, Extent
 from kvstore.node.decisions import DigestExtents, Encoding, Lent, OfferedPage, OfferPlan, Written
 from kvstore.node.index import Copy, Index
 from kvstore.node.leases import Leases

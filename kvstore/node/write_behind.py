@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from kvstore.arena import Arena
 from kvstore.codecs import Bytes, Codec
-from kvstore.node.arena import Arena
 from kvstore.node.decisions import Encoding
 from kvstore.node.index import Copy, Index
 

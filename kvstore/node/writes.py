@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.node.arena import Arena, Extent
+from kvstore.arena import Arena, Extent
 from kvstore.node.decisions import DigestExtents, OfferedPage, PlannedPull, Written
 
 

@@ -131,7 +131,7 @@ def test_a_cluster_in_the_foreground_from_start_to_ctrl_c(home: Path, folder: Pa
 
 def test_ctrl_c_while_it_starts_stops_what_has_been_started(home: Path, folder: Path) -> None:
     up = Terminal(home, "up", "--spec", spec(home, folder))
-    up.until("  ray ")
+    up.until("  catalog ")  # Ray is next, and takes seconds
     run = run_folder(home)
     up.interrupt()
     assert up.exit_code() == 130

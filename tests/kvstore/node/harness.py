@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 import grpc
 import numpy as np
 
+from kvstore.arena import Arena
 from kvstore.client import KvClient, KvClientConfig, NodeMatch, OfferOutcome, PageOffer
 from kvstore.node import StorageConfig, StorageNode, StoreBounds
-from kvstore.node.arena import Arena
 from kvstore.node.keeper import Keeper
 from kvstore.node.service import KvStoreService
 from kvstore.node.store import Store

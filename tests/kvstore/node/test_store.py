@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.node.arena import GRANULE_BYTES, Arena
+from kvstore.arena import GRANULE_BYTES, Arena
 from kvstore.node.decisions import DigestExtents, Encoding, Lent, OfferedPage, OfferPlan, PlannedPull, Written
 from kvstore.node.store import Store, StoreBounds
 from kvstore.pages import bytes_digest

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from kvstore.node.arena import Arena
+from kvstore.arena import Arena
 from kvstore.node.decisions import DigestExtents, Encoding, PlannedPull
 from kvstore.node.store import Store, StoreBounds
 from kvstore.pages import bytes_digest

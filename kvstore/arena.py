@@ -1,11 +1,11 @@
-"""The memory of a storage node: one region, registered with the transport, handed out in extents of any size."""
+"""A region of memory, registered with the transport, handed out in extents of any size."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from kvstore.codecs import Bytes
-from kvstore.node.holes import Holes
+from kvstore.holes import Holes
 
 GRANULE_BYTES = 512
 """Extents start at and occupy whole multiples of this, so that sizes that differ by little fit each other's place."""

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from kvstore.node.arena import GRANULE_BYTES, Arena, Extent
+from kvstore.arena import GRANULE_BYTES, Arena, Extent
 
 CAPACITY = 64 * GRANULE_BYTES
 
