@@ -151,7 +151,7 @@ class Placer:
             return Lost(str(error))
         self._router.placed(route, self._clock())
         try:
-            answer = await attempt.next(self._config.admission_timeout_s)
+            answer = await attempt.answer(self._config.admission_timeout_s)
         except TimeoutError:
             attempt.cancel()
             self._metrics.attempt("silent")
@@ -163,6 +163,7 @@ class Placer:
         match answer:
             case Accepted():
                 self._metrics.attempt("accepted")
+                attempt.end_after_silence(self._config.silence_timeout_s)
                 return attempt, answer
             case Rejected():
                 self._metrics.attempt("rejected")

@@ -16,7 +16,7 @@ from cluster.gateway.disconnect import ClientGone
 from cluster.gateway.errors import GatewayError, Overloaded, Unavailable
 from cluster.gateway.metrics import GatewayMetrics, Lifetime
 from cluster.gateway.placement import AttemptEnded, Placer, Retries
-from cluster.gateway.sessions import Accepted, Attempt, Ending, Event, Failed, Finished, Lost, Token, Tokens
+from cluster.gateway.sessions import Accepted, Attempt, Ending, Event, Failed, Finished, Token, Tokens
 from cluster.gateway.text import OutputText, Piece
 from cluster.router import Job, Route
 from engine.tokenizer import Detokenizer
@@ -70,7 +70,6 @@ class Generation:
         self.ask = ask
         self.lifetime = Lifetime(received_s=received_s)
         self._placer = placer
-        self._config = config
         self._metrics = metrics
         self._clock = clock
         self._on_close = on_close
@@ -80,6 +79,7 @@ class Generation:
         self._progressed = False
         self._num_attempts = 0
         self._cached_tokens = 0
+        self._max_output_tokens = ask.max_output_tokens
         self._token_ids: list[int] = []  # of the output, over all attempts
         self._text = OutputText(Detokenizer(ask.model.tokenizer), ask.stop)
         self._complete: str | None = None  # why the output ends here, seen from the gateway
@@ -102,7 +102,8 @@ class Generation:
     async def outputs(self) -> AsyncGenerator[Output, None]:
         """The answer, in pieces. Raises GatewayError if it cannot be finished. Call once, after `admit`."""
         while True:
-            ending = self._take(await self._events())
+            assert self._attempt is not None
+            ending = self._take(await self._attempt.events())
             if isinstance(ending, Finished):
                 self._complete = self._complete or ending.reason
                 if self._num_attempts == 1:
@@ -160,13 +161,6 @@ class Generation:
             cached_tokens=min(self._cached_tokens, num_prompt_tokens),
         )
 
-    async def _events(self) -> list[Event]:
-        assert self._attempt is not None
-        try:
-            return await self._attempt.events(self._config.silence_timeout_s)
-        except TimeoutError:
-            return [Lost(f"silent for {self._config.silence_timeout_s:.0f} s")]
-
     def _take(self, events: list[Event]) -> Ending | None:
         """Add the tokens to the output, up to where it ends. Returns the attempt's ending if that has come."""
         ending: Ending | None = None
@@ -192,7 +186,7 @@ class Generation:
         self._text.push(token)
         if self._text.stopped:
             self._complete = "stop"
-        elif len(self._token_ids) >= self.ask.max_output_tokens:
+        elif len(self._token_ids) >= self._max_output_tokens:
             self._complete = "length"
 
     def _finish(self, reason: str) -> Output:

@@ -95,43 +95,62 @@ class Attempt:
     """One placement of a request: a queue of its events. The last one is an `Ending`, unless it is cancelled before."""
 
     def __init__(self, session: Session, request_id: str, number: int) -> None:
-        self.peer = session.peer
-        self.number = number
+        self.name = (request_id, number)
         self._session = session
-        self._request_id = request_id
+        self._loop = asyncio.get_running_loop()
         self._events: list[Event] = []
         self._arrival: asyncio.Future[None] | None = None
+        self._heard_s = 0.0
+        self._silence: asyncio.TimerHandle | None = None
 
-    @property
-    def name(self) -> tuple[str, int]:
-        return (self._request_id, self.number)
-
-    async def next(self, timeout_s: float) -> Event:
-        """The next event. Raises TimeoutError."""
-        await self._await_event(timeout_s)
+    async def answer(self, timeout_s: float) -> Event:
+        """The first event. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            await self._await_event()
         return self._events.pop(0)
 
-    async def events(self, timeout_s: float) -> list[Event]:
-        """All events that have come, at least one. Raises TimeoutError."""
-        await self._await_event(timeout_s)
+    async def events(self) -> list[Event]:
+        """All events that have come, at least one. `end_after_silence` bounds the wait."""
+        await self._await_event()
         events, self._events = self._events, []
         return events
 
-    async def _await_event(self, timeout_s: float) -> None:
-        if not self._events:
-            self._arrival = asyncio.get_running_loop().create_future()
-            async with asyncio.timeout(timeout_s):
-                await self._arrival
+    def end_after_silence(self, timeout_s: float) -> None:
+        """From now on, cancel the attempt and call it lost as soon as nothing has come for so long."""
+        self._heard_s = self._loop.time()
+        # One timer that looks back now and then: a timeout around every wait costs a tenth of all work per token.
+        self._silence = self._loop.call_later(timeout_s, self._check_silence, timeout_s)
 
     def put(self, event: Event) -> None:
         """For the session: an event has come."""
+        self._heard_s = self._loop.time()
         self._events.append(event)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
     def cancel(self) -> None:
         """Drop what still comes and tell the worker to stop. Idempotent; does nothing after an ending."""
+        self.stop_clock()
         self._session.cancel(self)
+
+    def stop_clock(self) -> None:
+        """For the session too: no more events will come."""
+        if self._silence is not None:
+            self._silence.cancel()
+            self._silence = None
+
+    async def _await_event(self) -> None:
+        if not self._events:
+            self._arrival = self._loop.create_future()
+            await self._arrival
+
+    def _check_silence(self, timeout_s: float) -> None:
+        silent_s = self._loop.time() - self._heard_s
+        if silent_s < timeout_s:
+            self._silence = self._loop.call_later(timeout_s - silent_s, self._check_silence, timeout_s)
+            return
+        self.cancel()
+        self.put(Lost(f"silent for {silent_s:.1f} s"))
 
 
 class Session:
@@ -208,6 +227,7 @@ class Session:
         attempts, self._attempts = self._attempts, {}
         logger.info("session with %s ended, %d attempts on it: %s", self.peer.node_id, len(attempts), reason)
         for attempt in attempts.values():
+            attempt.stop_clock()
             attempt.put(Lost(reason))
 
     async def _run(self) -> None:
@@ -271,6 +291,7 @@ class Session:
                 continue
             if isinstance(event, Ending):
                 del self._attempts[attempt.name]
+                attempt.stop_clock()
             attempt.put(event)
 
 
