@@ -61,7 +61,7 @@ class SamplingFields(StrictModel):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     logit_bias: LogitBias | None = None
     stop: Stop | None = None
     ignore_eos: bool | None = None

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import orjson
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -31,6 +31,7 @@ from cluster.gateway.errors import (
 )
 from cluster.gateway.metrics import Telemetry
 from cluster.gateway.models import PromptEncoder, ServedModel, find_model
+from cluster.gateway.openapi import describe
 from cluster.gateway.request import Generation, Output, Requests
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class HttpApi:
 
     def app(self) -> FastAPI:
         # No pages of documentation: they fetch their scripts from elsewhere.
-        app = FastAPI(title="Headrace", docs_url=None, redoc_url=None)
+        app = FastAPI(title="Headrace", docs_url=None, redoc_url=None, openapi_url=None)
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
         app.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
         app.add_api_route("/v1/models", self.list_models, response_model=None)
@@ -128,7 +129,8 @@ class HttpApi:
         app.add_api_route("/healthz", self.alive, response_model=None)
         app.add_api_route("/health", self.ready, response_model=None)
         app.add_api_route("/readyz", self.ready, response_model=None)
-        app.add_api_route("/metrics", self.metrics, response_model=None)
+        app.add_api_route("/metrics", self.metrics, response_model=None, response_class=PlainTextResponse)
+        app.add_api_route("/openapi.json", self.description, include_in_schema=False)
         app.add_exception_handler(GatewayError, _gateway_error)
         app.add_exception_handler(ClientGone, _client_gone)
         app.add_exception_handler(HTTPException, _http_error)
@@ -183,6 +185,9 @@ class HttpApi:
         if reason is not None:
             return JsonResponse({"status": "not ready", "reason": reason}, status_code=503)
         return JsonResponse({"status": "ready"})
+
+    async def description(self, request: Request) -> Response:
+        return JsonResponse(describe(request.app))
 
     async def metrics(self) -> Response:
         return Response(self._telemetry.exposition(), media_type=self._telemetry.content_type)

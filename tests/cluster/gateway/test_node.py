@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -51,6 +52,29 @@ def test_models_are_listed_and_found_by_name(model_folder: Path):
             assert [model.id for model in models] == [MODEL]
             model = (await harness.http.get(f"/v1/models/{MODEL}")).json()
             assert (model["object"], model["max_model_len"]) == ("model", CONTEXT_TOKENS)
+
+    asyncio.run(scenario())
+
+
+def test_the_api_describes_its_bodies_and_refusals(model_folder: Path):
+    async def scenario() -> None:
+        async with serving(model_folder, Script()) as harness:
+            document = (await harness.http.get("/openapi.json")).json()
+            references: set[str] = set()
+
+            def collect(value: Any) -> None:
+                if isinstance(value, dict):
+                    references.update(item for key, item in value.items() if key == "$ref")
+                    value = list(value.values())
+                for item in value if isinstance(value, list) else ():
+                    collect(item)
+
+            collect(document)
+            assert "#/components/schemas/ChatBody" in references
+            for reference in references:
+                assert reference.removeprefix("#/components/schemas/") in document["components"]["schemas"]
+            operation = document["paths"]["/v1/chat/completions"]["post"]
+            assert {"200", "400", "404", "413", "415", "429", "503"} <= set(operation["responses"])
 
     asyncio.run(scenario())
 
