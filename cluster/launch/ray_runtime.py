@@ -89,13 +89,14 @@ class RayRuntime:
         if plan.beside_launcher:
             here = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
+        named = type(plan.node_id, (NodeActor,), {})  # Ray titles the process after the class: ray::decode-0
         actor_class = ray.remote(
             num_cpus=0,
             max_restarts=-1,
             max_task_retries=0,
             # `ready` waits long and `stop` must not wait for it; `health` waits for neither.
             concurrency_groups={"health": 1, "start": 1},
-        )(NodeActor)
+        )(named)
         return actor_class.options(**options).remote(plan, None if log_file is None else str(log_file))
 
     def stop(self) -> None:
