@@ -103,8 +103,8 @@ class Cluster:
         )
 
     def flush(self) -> None:
-        """Empty the workers' own caches into the storage nodes."""
-        self.headrace("flush")
+        """Empty the workers' own caches into the storage nodes, as `headrace flush` does."""
+        self.control.EvictPrefixes(control_pb2.EvictPrefixesRequest(), timeout=DEADLINE_S)
         self.until(
             lambda workers: not any(w["pages_cached"] for w in workers.values() if w["role"] in ("prefill", "decode")),
             "no page in a worker's cache",
