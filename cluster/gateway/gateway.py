@@ -48,6 +48,8 @@ class Gateway:
         self._router = Router(config.router)
         self._telemetry = Telemetry(config.node.node_id)
         self._stopping = False
+        self._vital: list[asyncio.Task[None]] = []
+        """They end when the gateway does, and if one ends before, the gateway is of no more use."""
         # What is undone at `stop`, last begun first.
         self._running = contextlib.AsyncExitStack()
 
@@ -67,6 +69,15 @@ class Gateway:
         """Refuse new requests, let those in work end for `stop_grace_s`, end the others with an error. Idempotent."""
         self._stopping = True
         await self._running.aclose()
+
+    async def wait_ended(self) -> str:
+        """Wait until it no longer serves, for whatever reason; says which. Call it after `start`."""
+        await asyncio.wait(self._vital, return_when=asyncio.FIRST_COMPLETED)
+        if self._stopping:
+            return "stopped"
+        failed = next(task for task in self._vital if task.done())
+        error = None if failed.cancelled() else failed.exception()
+        return f"{failed.get_name()}: {error or 'ended'}"
 
     async def _start(self) -> None:
         config, node = self._config, self._config.node
@@ -113,6 +124,7 @@ class Gateway:
         running.push_async_callback(self._end_requests, requests, placer, sessions)
         follower = asyncio.create_task(self._follow(watcher, sessions, rpc), name="gateway follows the view")
         running.push_async_callback(_cancelled, follower)
+        self._vital = [follower, http.task]
         registration = Registration(node, self._description(), lambda: self._load(requests))
         await registration.start()
         running.push_async_callback(registration.stop)

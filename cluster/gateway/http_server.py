@@ -80,10 +80,21 @@ class HttpServer:
         if self._task.done():
             listener.close()
             self._task.result()
+            raise RuntimeError("uvicorn ended before it listened")
+
+    @property
+    def task(self) -> asyncio.Task[None]:
+        """Ends when it no longer serves. Call it after `start`."""
+        assert self._task is not None, "not started"
+        return self._task
 
     async def stop(self) -> None:
         """Take no more connections, end those that are open. Idempotent."""
         task, self._task = self._task, None
-        if task is not None:
-            self._server.should_exit = True
-            await task
+        if task is None:
+            return
+        self._server.should_exit = True
+        await asyncio.wait([task])
+        # uvicorn closes them itself, unless its task did not get that far.
+        for server in self._server.servers:
+            server.close()

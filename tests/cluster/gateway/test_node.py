@@ -288,6 +288,21 @@ def test_a_gateway_that_cannot_start_says_why_and_leaves_nothing_running(model_f
     asyncio.run(scenario())
 
 
+def test_a_gateway_that_can_no_longer_serve_says_why_so_that_it_is_replaced(model_folder: Path):
+    async def scenario() -> None:
+        async with serving(model_folder, Script()) as harness:
+            ended = asyncio.create_task(harness.gateway.wait_ended())
+            (task,) = [task for task in asyncio.all_tasks() if task.get_name().startswith("http on ")]
+            task.cancel()
+            assert (await ended).startswith(f"http on {harness.gateway.http_address}")
+        async with serving(model_folder, Script()) as harness:
+            ended = asyncio.create_task(harness.gateway.wait_ended())
+            await harness.gateway.stop()
+            assert await ended == "stopped"
+
+    asyncio.run(scenario())
+
+
 def test_a_stop_before_a_start_and_a_second_one_do_nothing(model_folder: Path):
     async def scenario() -> None:
         gateway = Gateway(config(model_folder, "127.0.0.1:1"))
