@@ -86,7 +86,7 @@ async def serving(
                 await eventually(lambda: not scripts or (control.loads and control.loads[-1].ready))
                 yield harness
             await eventually(harness.idle)
-            assert [worker.errors for worker in workers] == [[] for _ in workers]
+            assert not [error for worker in workers for error in worker.errors]
         finally:
             await gateway.stop()
 

@@ -158,21 +158,34 @@ class ScriptedWorker(worker_pb2_grpc.DecodeServiceServicer):
 
     async def Session(
         self, requests: AsyncIterator[worker_pb2.SessionRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        # One writer: an attempt that is cancelled while it writes would spoil the stream for the others.
+        unread: asyncio.Queue[worker_pb2.SessionResponse | None] = asyncio.Queue()
+        reader = asyncio.create_task(self._read(requests, unread))
+        try:
+            while (response := await unread.get()) is not None:
+                yield response
+        finally:
+            reader.cancel()
+
+    async def _read(
+        self,
+        requests: AsyncIterator[worker_pb2.SessionRequest],
+        unread: asyncio.Queue[worker_pb2.SessionResponse | None],
     ) -> None:
-        tasks: set[tuple[str, int]] = set()
-        writing = asyncio.Lock()
+        names: set[tuple[str, int]] = set()
         try:
             async for request in requests:
                 match request.WhichOneof("message"):
                     case "hello":
                         self.gateways.append(request.hello.gateway_incarnation)
                         welcome = worker_pb2.SessionWelcome(incarnation=self.incarnation)
-                        await context.write(worker_pb2.SessionResponse(welcome=welcome))
+                        unread.put_nowait(worker_pb2.SessionResponse(welcome=welcome))
                     case "start":
                         name = (request.start.request_id, request.start.attempt)
                         self.starts.append(request.start)
-                        tasks.add(name)
-                        self.running[name] = asyncio.create_task(self._serve(request.start, context, writing))
+                        names.add(name)
+                        self.running[name] = asyncio.create_task(self._serve(request.start, unread))
                         self.running[name].add_done_callback(self._check)
                     case "cancel":
                         name = (request.cancel.request_id, request.cancel.attempt)
@@ -180,7 +193,8 @@ class ScriptedWorker(worker_pb2_grpc.DecodeServiceServicer):
                         if name in self.running:
                             self.running.pop(name).cancel()
         finally:
-            for name in tasks & self.running.keys():
+            unread.put_nowait(None)
+            for name in names & self.running.keys():
                 self.running.pop(name).cancel()
 
     def _check(self, task: asyncio.Task[None]) -> None:
@@ -188,12 +202,12 @@ class ScriptedWorker(worker_pb2_grpc.DecodeServiceServicer):
             self.errors.append(task.exception())
 
     async def _serve(
-        self, start: worker_pb2.StartAttempt, context: grpc.aio.ServicerContext, writing: asyncio.Lock
+        self, start: worker_pb2.StartAttempt, unread: asyncio.Queue[worker_pb2.SessionResponse | None]
     ) -> None:
         async def tell(**event: Any) -> None:
             message = worker_pb2.AttemptEvent(request_id=start.request_id, attempt=start.attempt, **event)
-            async with writing:
-                await context.write(worker_pb2.SessionResponse(step=worker_pb2.StepEvents(events=[message])))
+            unread.put_nowait(worker_pb2.SessionResponse(step=worker_pb2.StepEvents(events=[message])))
+            await asyncio.sleep(0)
 
         name = (start.request_id, start.attempt)
         script = self.script
