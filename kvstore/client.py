@@ -14,7 +14,8 @@ from typing import Any
 import grpc
 
 from kvstore.owners import by_owner, owner
-from kvstore.stored import StoredPage, codec_to_proto
+from kvstore.pages import PageLayout
+from kvstore.stored import StoredPage, codec_to_proto, layout_to_proto
 from kvstore.transport import Card, boot_time_s
 from protos import control_pb2, kvstore_pb2, kvstore_pb2_grpc
 from protos.serving import connect
@@ -174,10 +175,12 @@ class KvClient:
         request = kvstore_pb2.ReleaseRequest(lease_id=match.lease_id)
         await self._call(node, node.stub.Release(request, timeout=self._config.release_deadline_s))
 
-    async def offer(self, pages: Sequence[PageOffer], card: Card, itemsize: int, *, deadline_s: float) -> OfferOutcome:
+    async def offer(
+        self, pages: Sequence[PageOffer], card: Card, layout: PageLayout, *, deadline_s: float
+    ) -> OfferOutcome:
         """Offer each page to its owner and wait until all have read what they want, or `deadline_s` has passed.
 
-        card: of the region that the pages are in. itemsize: bytes per value.
+        card: of the region that the pages are in. layout: of every page.
         The bytes must stay as they are until this returns; whatever an owner reads later, it discards.
         Never raises for what a node does.
         """
@@ -193,7 +196,7 @@ class KvClient:
         stored: set[bytes] = set()
         known: set[bytes] = set()
         answers = [
-            self._offer(self._owners[node_id], group, card, itemsize, deadline_s) for node_id, group in groups.items()
+            self._offer(self._owners[node_id], group, card, layout, deadline_s) for node_id, group in groups.items()
         ]
         for group, answer in zip(groups.values(), await asyncio.gather(*answers), strict=True):
             offered = {page.key for page in group}
@@ -250,11 +253,11 @@ class KvClient:
         return None
 
     async def _offer(
-        self, node: _Owner, pages: Sequence[PageOffer], card: Card, itemsize: int, deadline_s: float
+        self, node: _Owner, pages: Sequence[PageOffer], card: Card, layout: PageLayout, deadline_s: float
     ) -> kvstore_pb2.OfferResponse:
         request = kvstore_pb2.OfferRequest(
             card=card.to_proto(),
-            itemsize=itemsize,
+            layout=layout_to_proto(layout),
             pages=[
                 kvstore_pb2.OfferedPage(
                     key=page.key,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.codecs import CODECS, Bytes, Codec, CorruptPage
-from kvstore.pages import bytes_digest, page_digests
+from kvstore.pages import PageLayout, bytes_digest, page_digests
 from protos import kvstore_pb2
 
 logger = logging.getLogger(__name__)
@@ -69,33 +69,54 @@ def codec_from_proto(value: kvstore_pb2.Codec) -> str:
     return kvstore_pb2.Codec.Name(value).removeprefix("CODEC_").lower()
 
 
+def layout_to_proto(layout: PageLayout) -> kvstore_pb2.PageLayout:
+    return kvstore_pb2.PageLayout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        page_size=layout.page_size,
+        dtype=layout.dtype,
+    )
+
+
+def layout_from_proto(layout: kvstore_pb2.PageLayout) -> PageLayout:
+    """Raises ValueError for one that makes no sense, and for none at all."""
+    return PageLayout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        page_size=layout.page_size,
+        dtype=layout.dtype,  # type: ignore[arg-type]
+    )
+
+
 def restore(
-    stored: StoredPage, staged: Bytes, page: Bytes, num_kv_heads: int, codecs: Mapping[str, Codec] = CODECS
+    stored: StoredPage, staged: Bytes, page: Bytes, layout: PageLayout, codecs: Mapping[str, Codec] = CODECS
 ) -> bool:
     """Write the page that `staged` holds into `page`, if it is the page that its header promises.
 
-    staged: uint8 [stored.num_bytes], as pulled from the node. page: uint8 [page_bytes], divisible by `num_kv_heads`.
+    staged: uint8 [stored.num_bytes], as pulled from the node. page: uint8 [layout.page_bytes].
     Returns False for a miss: damaged bytes, a header that does not fit, a codec that is not known here. `page` may have
     been written to all the same. Takes about a millisecond per 600 kB: not for an event loop.
     """
     try:
-        _restore(stored, staged, page, num_kv_heads, codecs)
+        _restore(stored, staged, page, layout, codecs)
     except CorruptPage as error:
         logger.warning("stored page %s is a miss: %s", stored.key.hex(), error)
         return False
     return True
 
 
-def _restore(stored: StoredPage, staged: Bytes, page: Bytes, num_kv_heads: int, codecs: Mapping[str, Codec]) -> None:
+def _restore(stored: StoredPage, staged: Bytes, page: Bytes, layout: PageLayout, codecs: Mapping[str, Codec]) -> None:
     codec = codecs.get(stored.codec)
     if codec is None:
         raise CorruptPage(stored.codec, "this codec is not known here")
-    if len(stored.digests) != num_kv_heads:
-        raise CorruptPage(stored.codec, f"{len(stored.digests)} digests for {num_kv_heads} kv heads")
+    if len(stored.digests) != layout.num_kv_heads:
+        raise CorruptPage(stored.codec, f"{len(stored.digests)} digests for {layout.num_kv_heads} kv heads")
     # Not needed for the verdict, since the page is checked below, but it keeps damaged bytes out of the decoder. A raw
     # page has no decoder.
     if stored.codec != "raw" and bytes_digest(staged) != stored.stored_digest:
         raise CorruptPage(stored.codec, "the stored bytes are not those that the node stored")
-    codec.decode(staged, page)
-    if not np.array_equal(page_digests(page[None], num_kv_heads)[0], np.array(stored.digests, dtype=np.uint64)):
+    codec.decode(staged, page, layout)
+    if not np.array_equal(page_digests(page[None], layout.num_kv_heads)[0], np.array(stored.digests, dtype=np.uint64)):
         raise CorruptPage(stored.codec, "the page is not the one that was offered")

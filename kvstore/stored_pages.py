@@ -60,7 +60,7 @@ class StoredPages:
             for entry, row in zip(cold, digests, strict=True)
         ]
         deadline_s = boot_time_s() + _OFFER_DEADLINE_S
-        outcome = await self._client.offer(offers, self._plane.card, layout.itemsize, deadline_s=deadline_s)
+        outcome = await self._client.offer(offers, self._plane.card, layout, deadline_s=deadline_s)
         if outcome.refused:
             logger.info("%d of %d cold pages found no place in the KV store", len(outcome.refused), len(cold))
 
@@ -99,9 +99,8 @@ class StoredPages:
 
     def _decode(self, staged: Sequence[tuple[StoredPage, Extent]], wanted: Mapping[bytes, int]) -> set[int]:
         """Page ids whose bytes are restored."""
-        num_heads = self._plane.layout.num_kv_heads
         return {
             wanted[page.key]
             for page, extent in staged
-            if restore(page, self._staging.view(extent), self._plane.cache.pages[wanted[page.key]], num_heads)
+            if restore(page, self._staging.view(extent), self._plane.cache.pages[wanted[page.key]], self._plane.layout)
         }

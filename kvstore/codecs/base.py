@@ -8,6 +8,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.pages.layout import PageLayout
+
 Bytes = npt.NDArray[np.uint8]
 """uint8 [n], C-contiguous."""
 
@@ -30,17 +32,17 @@ class Codec(ABC):
     """Order of the lineages: 0 gives back the very bytes, more loses more."""
 
     @abstractmethod
-    def encode(self, page: Bytes, itemsize: int) -> bytes | memoryview:
-        """Stored bytes of one page; they describe themselves as far as `decode` needs.
+    def encode(self, page: Bytes, layout: PageLayout) -> bytes | memoryview:
+        """Stored bytes of one page.
 
-        page: all its bytes. itemsize: bytes per value, 1, 2, 4 or 8, divides len(page). May alias `page`.
+        page: uint8 [layout.page_bytes]. May alias `page`.
         The result can be larger than the page: the caller then stores another form.
-        Raises ValueError for an itemsize that does not fit the page.
+        Raises ValueError for a page that the layout does not fit.
         """
 
     @abstractmethod
-    def decode(self, stored: Bytes, page: Bytes) -> None:
-        """Write the page that `stored` holds into `page`, which has exactly its size.
+    def decode(self, stored: Bytes, page: Bytes, layout: PageLayout) -> None:
+        """Write the page that `stored` holds into `page`, uint8 [layout.page_bytes].
 
         Raises CorruptPage, and may have written some of `page` by then.
         """

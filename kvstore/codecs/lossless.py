@@ -22,6 +22,7 @@ import numpy.typing as npt
 import zstandard
 
 from kvstore.codecs.base import Bytes, Codec, CorruptPage
+from kvstore.pages.layout import PageLayout
 
 _VERSION = 1
 _LEVEL = 1
@@ -36,9 +37,8 @@ class Lossless(Codec):
     def __init__(self) -> None:
         self._contexts = _Contexts()
 
-    def encode(self, page: Bytes, itemsize: int) -> bytes:
-        if itemsize not in _ITEMSIZES:
-            raise ValueError(f"itemsize must be one of {_ITEMSIZES}, got {itemsize}")
+    def encode(self, page: Bytes, layout: PageLayout) -> bytes:
+        itemsize = layout.itemsize  # all that matters here
         if len(page) % itemsize:
             raise ValueError(f"{len(page)} bytes are no whole number of {itemsize}-byte values")
         words = _words(page, itemsize)
@@ -47,7 +47,7 @@ class Lossless(Codec):
         lengths = struct.pack(f"<{itemsize}I", *(len(plane) for plane in packed))
         return b"".join([_PREFIX.pack(_VERSION, itemsize, 0), lengths, *packed])
 
-    def decode(self, stored: Bytes, page: Bytes) -> None:
+    def decode(self, stored: Bytes, page: Bytes, layout: PageLayout) -> None:
         itemsize, lengths, start = self._header(stored, len(page))
         num_values = len(page) // itemsize
         words = _words(page, itemsize)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvstore.arena import Extent
 from kvstore.codecs import Bytes, Codec
+from kvstore.pages import PageLayout
 from kvstore.stored import StoredPage
 
 
@@ -77,5 +78,5 @@ class Encoding:
     encoding_id: int
     page: Bytes
     """Its bytes in the arena; nobody writes to them meanwhile."""
-    itemsize: int
+    layout: PageLayout
     codec: Codec

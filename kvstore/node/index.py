@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore.arena import Arena, Extent
-from kvstore.pages import PageTree
+from kvstore.pages import PageLayout, PageTree
 from kvstore.stored import StoredPage
 
 
@@ -21,8 +21,7 @@ class Copy:
 
     header: StoredPage
     extent: Extent
-    itemsize: int
-    """Bytes per value of the page."""
+    layout: PageLayout
     pins: int = 0
     retired: bool = False
 

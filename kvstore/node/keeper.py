@@ -14,7 +14,7 @@ import numpy as np
 from kvstore.codecs import Bytes
 from kvstore.node.decisions import DigestExtents, Encoding, Lent, OfferedPage, OfferPlan, PlannedPull, Written
 from kvstore.node.store import Store
-from kvstore.pages import bytes_digest
+from kvstore.pages import PageLayout, bytes_digest
 from kvstore.pull_stats import PullStats
 from kvstore.transport import (
     Card,
@@ -97,13 +97,13 @@ class Keeper:
         return released
 
     async def offer(
-        self, card: Card, pages: Sequence[OfferedPage], itemsize: int, deadline_s: float
+        self, card: Card, pages: Sequence[OfferedPage], layout: PageLayout, deadline_s: float
     ) -> tuple[OfferPlan, Written | None]:
         """Take what is wanted of an offer. Returns when nothing of it is read any more, or its deadline has passed.
 
         Cancelled, it abandons the pull: what lands is discarded.
         """
-        plan = self.store.offer(pages, itemsize, deadline_s, boot_time_s())
+        plan = self.store.offer(pages, layout, deadline_s, boot_time_s())
         self._after()
         if plan.pull is None:
             return plan, None
@@ -212,7 +212,7 @@ def _pull(plan: PlannedPull, card: Card, deadline_s: float) -> Pull:
 
 
 def _encoded(encoding: Encoding) -> tuple[Bytes, int]:
-    stored = np.frombuffer(encoding.codec.encode(encoding.page, encoding.itemsize), dtype=np.uint8)
+    stored = np.frombuffer(encoding.codec.encode(encoding.page, encoding.layout), dtype=np.uint8)
     return stored, bytes_digest(stored)
 
 

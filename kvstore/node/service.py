@@ -46,14 +46,14 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         self, request: kvstore_pb2.OfferRequest, context: grpc.aio.ServicerContext
     ) -> kvstore_pb2.OfferResponse:
         try:
-            pages = offered_pages(request)
+            layout, pages = offered_pages(request)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         # Whoever offers reuses the memory once its own deadline has passed.
         patience_s = context.time_remaining()
         allowed_s = self._offer_deadline_s if patience_s is None else min(patience_s, self._offer_deadline_s)
         plan, written = await self._keeper.offer(
-            Card.from_proto(request.card), pages, request.itemsize, boot_time_s() + allowed_s
+            Card.from_proto(request.card), pages, layout, boot_time_s() + allowed_s
         )
         response = kvstore_pb2.OfferResponse(known=plan.known, refused=plan.refused)
         if written is not None:

@@ -17,6 +17,7 @@ from kvstore.node.index import Copy, Index
 from kvstore.node.leases import Leases
 from kvstore.node.write_behind import WriteBehind
 from kvstore.node.writes import Writes
+from kvstore.pages import PageLayout
 from kvstore.stored import StoredPage
 
 
@@ -132,11 +133,11 @@ class Store:
 
     # -- taking ----------------------------------------------------------------------------------------------------
 
-    def offer(self, pages: Sequence[OfferedPage], itemsize: int, deadline_s: float, now_s: float) -> OfferPlan:
+    def offer(self, pages: Sequence[OfferedPage], layout: PageLayout, deadline_s: float, now_s: float) -> OfferPlan:
         """Decide which pages to take, and make room for them.
 
-        pages: of different keys. A page is known if a copy of at least as good a lineage is here, and refused if it
-        does not fit or another offer is just bringing it.
+        pages: of different keys, all of this layout. A page is known if a copy of at least as good a lineage is here,
+        and refused if it does not fit or another offer is just bringing it.
         """
         self._end_leases(now_s)
         known: list[bytes] = []
@@ -164,7 +165,7 @@ class Store:
                 continue
             limit_bytes -= extent.occupied_bytes
             taken[extent] = page
-        pull = self._writes.begin(list(taken.values()), list(taken), itemsize, deadline_s) if taken else None
+        pull = self._writes.begin(list(taken.values()), list(taken), layout, deadline_s) if taken else None
         return OfferPlan(tuple(known), tuple(refused), pull)
 
     def pull_settled(self, write_id: int, error: str | None, mismatched: Collection[int]) -> DigestExtents | Written:
@@ -176,7 +177,7 @@ class Store:
         write = self._writes.finish(write_id)
         if not write.abandoned:
             for page, extent, stored_digest in zip(write.pages, write.extents, stored_digests, strict=True):
-                self._commit(page, extent, write.itemsize, stored_digest)
+                self._commit(page, extent, write.layout, stored_digest)
         return Written(write_id, tuple(page.key for page in write.pages), tuple(write.refused))
 
     def abandon(self, write_id: int) -> None:
@@ -256,7 +257,7 @@ class Store:
         self.num_evicted += len(victims)
         return self.arena.allocate(num_bytes)
 
-    def _commit(self, page: OfferedPage, extent: Extent, itemsize: int, stored_digest: int) -> None:
+    def _commit(self, page: OfferedPage, extent: Extent, layout: PageLayout, stored_digest: int) -> None:
         header = StoredPage(
             key=page.key,
             offset_bytes=extent.offset_bytes,
@@ -266,7 +267,7 @@ class Store:
             stored_digest=stored_digest,
             digests=page.digests,
         )
-        copy = Copy(header, extent, itemsize)
+        copy = Copy(header, extent, layout)
         # A current copy is of a worse lineage: else the page was known, and nobody else can have brought it meanwhile.
         self._index.put(copy, page.parent)
         self.num_stored += 1

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from kvstore.codecs import CODECS
 from kvstore.node.decisions import Lent, OfferedPage
-from kvstore.pages import KEY_BYTES
-from kvstore.stored import codec_from_proto
+from kvstore.pages import KEY_BYTES, PageLayout
+from kvstore.stored import codec_from_proto, layout_from_proto
 from protos import kvstore_pb2
 
 MAX_KEYS = 1 << 20
 """Of one match or offer: more than any context has pages."""
-_ITEMSIZES = (1, 2, 4, 8)
 _MAX_REGION_BYTES = (1 << 63) - 1
 """Offsets are signed numbers from here on."""
 
@@ -24,16 +23,13 @@ def match_keys(request: kvstore_pb2.MatchRequest) -> list[bytes]:
     return keys
 
 
-def offered_pages(request: kvstore_pb2.OfferRequest) -> list[OfferedPage]:
-    """The pages offered. Raises ValueError for a request that no client of ours sends."""
-    if request.itemsize not in _ITEMSIZES:
-        raise ValueError(f"itemsize must be one of {_ITEMSIZES}, got {request.itemsize}")
+def offered_pages(request: kvstore_pb2.OfferRequest) -> tuple[PageLayout, list[OfferedPage]]:
+    """The pages offered, and their layout. Raises ValueError for a request that no client of ours sends."""
+    layout = layout_from_proto(request.layout)
     region_bytes = min(request.card.region_bytes, _MAX_REGION_BYTES)
-    pages = [_offered_page(page, request.itemsize, region_bytes) for page in request.pages]
+    pages = [_offered_page(page, layout, region_bytes) for page in request.pages]
     _check_keys([page.key for page in pages])
-    if len({len(page.digests) for page in pages}) > 1:
-        raise ValueError("all pages of an offer must have the same number of digests")
-    return pages
+    return layout, pages
 
 
 def match_response(lent: Lent, now_s: float) -> kvstore_pb2.MatchResponse:
@@ -45,7 +41,7 @@ def match_response(lent: Lent, now_s: float) -> kvstore_pb2.MatchResponse:
     )
 
 
-def _offered_page(page: kvstore_pb2.OfferedPage, itemsize: int, region_bytes: int) -> OfferedPage:
+def _offered_page(page: kvstore_pb2.OfferedPage, layout: PageLayout, region_bytes: int) -> OfferedPage:
     lineage = codec_from_proto(page.lineage)
     if lineage not in CODECS:
         raise ValueError(f"lineage {lineage!r} is not known here")
@@ -53,9 +49,10 @@ def _offered_page(page: kvstore_pb2.OfferedPage, itemsize: int, region_bytes: in
         raise ValueError(f"a parent key has {len(page.parent_key)} bytes, not {KEY_BYTES}")
     if page.parent_key == page.key:
         raise ValueError("a page is no parent of itself")
-    heads = len(page.digests)
-    if not heads or not page.num_bytes or page.num_bytes % heads or page.num_bytes % itemsize:
-        raise ValueError(f"{page.num_bytes} bytes do not divide into {heads} heads of {itemsize}-byte values")
+    if page.num_bytes != layout.page_bytes:
+        raise ValueError(f"a page has {page.num_bytes} bytes, not {layout.page_bytes} as its layout says")
+    if len(page.digests) != layout.num_kv_heads:
+        raise ValueError(f"a page has {len(page.digests)} digests for {layout.num_kv_heads} kv heads")
     if page.offset_bytes + page.num_bytes > region_bytes:
         raise ValueError(f"{page.num_bytes} bytes at {page.offset_bytes} leave a region of {region_bytes}")
     return OfferedPage(

@@ -41,7 +41,7 @@ class WriteBehind:
                 copy.pins += 1
                 self._num_begun += 1
                 self._under_way[self._num_begun] = copy
-                return Encoding(self._num_begun, self._arena.view(copy.extent), copy.itemsize, self._codec)
+                return Encoding(self._num_begun, self._arena.view(copy.extent), copy.layout, self._codec)
         return None
 
     def end(self, encoding_id: int, stored: Bytes | None, stored_digest: int) -> bool:
@@ -87,5 +87,5 @@ class WriteBehind:
         if in_place:
             copy.header = header
         else:
-            self._index.put(Copy(header, extent, copy.itemsize), None)
+            self._index.put(Copy(header, extent, copy.layout), None)
         return True

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvstore.arena import Arena, Extent
 from kvstore.node.decisions import DigestExtents, OfferedPage, PlannedPull, Written
+from kvstore.pages import PageLayout
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +25,7 @@ class Write:
     pages: list[OfferedPage]
     extents: list[Extent]
     """One per page; those of an abandoned write are quarantined."""
-    itemsize: int
+    layout: PageLayout
     deadline_s: float
     refused: list[bytes] = field(default_factory=list)
     abandoned: bool = False
@@ -59,11 +60,11 @@ class Writes:
         return [key for key, write in self._writes.items() if not write.abandoned and write.deadline_s <= now_s]
 
     def begin(
-        self, pages: Sequence[OfferedPage], extents: Sequence[Extent], itemsize: int, deadline_s: float
+        self, pages: Sequence[OfferedPage], extents: Sequence[Extent], layout: PageLayout, deadline_s: float
     ) -> PlannedPull:
         """The extents are this write's from now on."""
         self._num_begun += 1
-        self._writes[self._num_begun] = Write(list(pages), list(extents), itemsize, deadline_s)
+        self._writes[self._num_begun] = Write(list(pages), list(extents), layout, deadline_s)
         self._keys.update(page.key for page in pages)
         self.num_bytes += sum(extent.occupied_bytes for extent in extents)
         return PlannedPull(self._num_begun, tuple(pages), tuple(extents))

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from kvstore.codecs import CODECS
-from kvstore.pages import bytes_digest, page_digests
-from kvstore.stored import StoredPage, codec_from_proto, codec_to_proto, restore
+from kvstore.pages import PageLayout, bytes_digest, page_digests
+from kvstore.stored import StoredPage, codec_from_proto, codec_to_proto, layout_from_proto, layout_to_proto, restore
 from protos import kvstore_pb2
 
-HEADS = 2
-PAGE = np.arange(4096, dtype=np.uint16).view(np.uint8)
+LAYOUT = PageLayout(num_layers=2, num_kv_heads=2, head_dim=32, page_size=8, dtype="bfloat16")
+PAGE = np.arange(LAYOUT.page_bytes // 2, dtype=np.uint16).view(np.uint8)
 
 
 def stored(codec: str) -> tuple[StoredPage, np.ndarray]:
-    staged = np.frombuffer(CODECS[codec].encode(PAGE, 2), np.uint8).copy()
+    staged = np.frombuffer(CODECS[codec].encode(PAGE, LAYOUT), np.uint8).copy()
     header = StoredPage(
         key=bytes(16),
         offset_bytes=512,
@@ -25,14 +25,14 @@ def stored(codec: str) -> tuple[StoredPage, np.ndarray]:
         codec=codec,
         lineage="raw",
         stored_digest=bytes_digest(staged),
-        digests=tuple(page_digests(PAGE[None], HEADS)[0].tolist()),
+        digests=tuple(page_digests(PAGE[None], LAYOUT.num_kv_heads)[0].tolist()),
     )
     return header, staged
 
 
-def comes_back(header: StoredPage, staged: np.ndarray, heads: int = HEADS) -> bool:
+def comes_back(header: StoredPage, staged: np.ndarray, layout: PageLayout = LAYOUT) -> bool:
     page = np.empty_like(PAGE)
-    found = restore(header, staged, page, heads)
+    found = restore(header, staged, page, layout)
     assert not found or np.array_equal(page, PAGE)
     return found
 
@@ -54,7 +54,7 @@ def test_any_flipped_bit_is_a_miss(codec):
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_another_page_under_the_same_header_is_a_miss(codec):
     header, _ = stored(codec)
-    other = np.frombuffer(CODECS[codec].encode(PAGE[::-1].copy(), 2), np.uint8)
+    other = np.frombuffer(CODECS[codec].encode(PAGE[::-1].copy(), LAYOUT), np.uint8)
     assert not comes_back(header, other)
     assert not comes_back(replace(header, stored_digest=bytes_digest(other)), other)
 
@@ -63,7 +63,7 @@ def test_a_header_that_does_not_fit_is_a_miss():
     header, staged = stored("lossless")
     assert not comes_back(replace(header, codec="fp9"), staged)
     assert not comes_back(replace(header, codec="raw"), staged)
-    assert not comes_back(header, staged, heads=4)
+    assert not comes_back(header, staged, replace(LAYOUT, num_kv_heads=4, num_layers=1))
     assert not comes_back(replace(header, digests=()), staged)
     assert not comes_back(header, staged[:-1])
 
@@ -72,6 +72,12 @@ def test_a_header_survives_the_wire():
     header, _ = stored("lossless")
     message = kvstore_pb2.StoredPage.FromString(header.to_proto().SerializeToString())
     assert StoredPage.from_proto(message) == header
+
+
+def test_a_layout_survives_the_wire():
+    assert layout_from_proto(layout_to_proto(LAYOUT)) == LAYOUT
+    with pytest.raises(ValueError, match="num_layers"):
+        layout_from_proto(kvstore_pb2.PageLayout())
 
 
 def test_every_codec_of_the_wire_is_known_here_and_the_other_way_round():

@@ -23,7 +23,7 @@ from kvstore.transport.inprocess import Fabric
 from protos import control_pb2, control_pb2_grpc, kvstore_pb2_grpc
 from protos.registration import NodeConfig
 from protos.serving import Server, serve
-from tests.kvstore.node.samples import HEADS, ITEMSIZE, PAGE_BYTES, digests_of, key_of, page_of
+from tests.kvstore.node.samples import LAYOUT, PAGE_BYTES, digests_of, key_of, page_of
 from tests.kvstore.transport.faults import FaultPlan, FaultyTransport
 
 WAIT_S = 30.0  # far more than anything takes; only a test that fails waits as long
@@ -177,7 +177,7 @@ class Worker:
                 "digests": digests_of(page_of(number)),
             }
             offers.append(PageOffer(**{**fields, **changes}))
-        return await self.client.offer(offers, self.card, ITEMSIZE, deadline_s=boot_time_s() + deadline_in_s)
+        return await self.client.offer(offers, self.card, LAYOUT, deadline_s=boot_time_s() + deadline_in_s)
 
     async def match(self, num_pages: int, *, deadline_in_s: float = WAIT_S, wanted=None) -> list[NodeMatch]:
         keys = [key_of(number) for number in range(1, num_pages + 1)]
@@ -216,7 +216,7 @@ class Worker:
         came = []
         for index, page, start in zip(indices, pages, staging, strict=True):
             restored = np.empty(PAGE_BYTES, np.uint8)
-            if restore(page, self.region[start : start + page.num_bytes], restored, HEADS):
+            if restore(page, self.region[start : start + page.num_bytes], restored, LAYOUT):
                 assert np.array_equal(restored, page_of(index + 1))
                 came.append(index)
         return came

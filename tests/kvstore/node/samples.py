@@ -9,11 +9,11 @@ import numpy as np
 
 from kvstore.codecs import CODECS, Bytes, Codec, CorruptPage
 from kvstore.node.decisions import OfferedPage
-from kvstore.pages import page_digests
+from kvstore.pages import PageLayout, page_digests
 
 HEADS = 2
-ITEMSIZE = 2
-PAGE_BYTES = 4096
+LAYOUT = PageLayout(num_layers=2, num_kv_heads=HEADS, head_dim=32, page_size=8, dtype="bfloat16")
+PAGE_BYTES = LAYOUT.page_bytes
 
 
 class Rounded(Codec):
@@ -22,10 +22,10 @@ class Rounded(Codec):
     name = "rounded"
     loss = 1
 
-    def encode(self, page: Bytes, itemsize: int) -> bytes:
+    def encode(self, page: Bytes, layout: PageLayout) -> bytes:
         return page[1::2].tobytes()
 
-    def decode(self, stored: Bytes, page: Bytes) -> None:
+    def decode(self, stored: Bytes, page: Bytes, layout: PageLayout) -> None:
         if len(stored) * 2 != len(page):
             raise CorruptPage(self.name, "another size")
         page[0::2] = 0

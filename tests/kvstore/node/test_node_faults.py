@@ -8,10 +8,11 @@ import grpc
 import pytest
 
 from kvstore.client import KvClientConfig
+from kvstore.stored import layout_to_proto
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from protos.serving import connect
 from tests.kvstore.node.harness import BareNode, Cluster, eventually, run
-from tests.kvstore.node.samples import ITEMSIZE, PAGE_BYTES, digests_of, key_of, page_of
+from tests.kvstore.node.samples import LAYOUT, PAGE_BYTES, digests_of, key_of, page_of
 from tests.kvstore.transport.faults import Fault
 
 FIRST, SECOND = 1, 2  # a node numbers its pulls from 1 on
@@ -273,11 +274,11 @@ def page(**changes) -> kvstore_pb2.OfferedPage:
         ([page(), page()], "twice"),
         ([page(parent_key=b"x")], "parent"),
         ([page(parent_key=key_of(1))], "parent of itself"),
-        ([page(num_bytes=0)], "divide"),
-        ([page(num_bytes=PAGE_BYTES + 1)], "divide"),
-        ([page(digests=[])], "divide"),
-        ([page(digests=[1] * 3)], "divide"),
-        ([page(), page(key=key_of(2), digests=[1])], "same number of digests"),
+        ([page(num_bytes=0)], "0 bytes"),
+        ([page(num_bytes=PAGE_BYTES + 1)], "not 4096"),
+        ([page(digests=[])], "0 digests"),
+        ([page(digests=[1] * 3)], "3 digests"),
+        ([page(), page(key=key_of(2), digests=[1])], "1 digests"),
         ([page(lineage=0)], "lineage"),
         ([page(lineage=77)], "77"),
         ([page(offset_bytes=(1 << 64) - 1)], "leave a region"),
@@ -291,7 +292,9 @@ def test_an_offer_that_makes_no_sense_is_refused_as_a_whole(pages, reason):
             worker = await cluster.worker()
             async with connect(node.address) as channel:
                 stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
-                request = kvstore_pb2.OfferRequest(card=worker.card.to_proto(), pages=pages, itemsize=ITEMSIZE)
+                request = kvstore_pb2.OfferRequest(
+                    card=worker.card.to_proto(), pages=pages, layout=layout_to_proto(LAYOUT)
+                )
                 with pytest.raises(grpc.aio.AioRpcError, match=reason) as raised:
                     await stub.Offer(request, timeout=10)
             assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -310,7 +313,7 @@ def test_other_requests_that_make_no_sense_are_refused():
                     stub.Match(kvstore_pb2.MatchRequest(keys=[key_of(1)], lease_ms=0), timeout=10),
                     stub.Match(kvstore_pb2.MatchRequest(keys=[b"short"], lease_ms=5), timeout=10),
                     stub.Match(kvstore_pb2.MatchRequest(keys=[key_of(1)] * 2, lease_ms=5), timeout=10),
-                    stub.Offer(kvstore_pb2.OfferRequest(itemsize=3), timeout=10),
+                    stub.Offer(kvstore_pb2.OfferRequest(), timeout=10),
                 ):
                     with pytest.raises(grpc.aio.AioRpcError) as raised:
                         await call
@@ -319,7 +322,7 @@ def test_other_requests_that_make_no_sense_are_refused():
                 assert not released.released
                 empty = await stub.Match(kvstore_pb2.MatchRequest(lease_ms=5), timeout=10)
                 assert (empty.lease_id, len(empty.pages)) == ("", 0)
-                nothing = await stub.Offer(kvstore_pb2.OfferRequest(itemsize=ITEMSIZE), timeout=10)
+                nothing = await stub.Offer(kvstore_pb2.OfferRequest(layout=layout_to_proto(LAYOUT)), timeout=10)
                 assert [*nothing.stored, *nothing.known, *nothing.refused] == []
 
     run(body)

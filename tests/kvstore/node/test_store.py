@@ -10,7 +10,7 @@ from kvstore.node.decisions import DigestExtents, Encoding, Lent, OfferedPage, O
 from kvstore.node.store import Store, StoreBounds
 from kvstore.pages import bytes_digest
 from kvstore.stored import StoredPage, restore
-from tests.kvstore.node.samples import HEADS, ITEMSIZE, PAGE_BYTES, WITH_LOSSY, key_of, offered, page_of
+from tests.kvstore.node.samples import LAYOUT, PAGE_BYTES, WITH_LOSSY, key_of, offered, page_of
 
 
 class Node:
@@ -22,7 +22,7 @@ class Node:
         self.store = Store(arena, "life-1", wide, write_behind=write_behind, codecs=WITH_LOSSY)
 
     def offer(self, *pages: OfferedPage, deadline_s: float = 10.0, now_s: float = 0.0) -> OfferPlan:
-        return self.store.offer(pages, ITEMSIZE, deadline_s, now_s)
+        return self.store.offer(pages, LAYOUT, deadline_s, now_s)
 
     def land(self, pull: PlannedPull, lineage: str = "raw") -> None:
         for number in range(64):
@@ -58,7 +58,7 @@ class Node:
         page = np.empty(PAGE_BYTES, np.uint8)
         start = stored.offset_bytes
         staged = self.store.arena.region[start : start + stored.num_bytes]
-        return page if restore(stored, staged, page, HEADS, WITH_LOSSY) else None
+        return page if restore(stored, staged, page, LAYOUT, WITH_LOSSY) else None
 
     def encode_next(self) -> bool:
         encoding = self.store.next_encoding()
@@ -66,7 +66,7 @@ class Node:
         return self.finish_encoding(encoding)
 
     def finish_encoding(self, encoding: Encoding) -> bool:
-        stored = np.frombuffer(encoding.codec.encode(encoding.page, encoding.itemsize), np.uint8)
+        stored = np.frombuffer(encoding.codec.encode(encoding.page, encoding.layout), np.uint8)
         return self.store.encoded(encoding.encoding_id, stored, bytes_digest(stored))
 
 

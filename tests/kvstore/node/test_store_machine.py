@@ -12,7 +12,7 @@ from kvstore.node.decisions import DigestExtents, Encoding, PlannedPull
 from kvstore.node.store import Store, StoreBounds
 from kvstore.pages import bytes_digest
 from kvstore.stored import StoredPage, restore
-from tests.kvstore.node.samples import HEADS, ITEMSIZE, WITH_LOSSY, digests_of, key_of, offered, page_of
+from tests.kvstore.node.samples import LAYOUT, WITH_LOSSY, digests_of, key_of, offered, page_of
 
 NUMBERS = range(1, 9)
 NUMBER_OF = {key_of(number): number for number in NUMBERS}
@@ -64,7 +64,7 @@ class StoreMachine(RuleBasedStateMachine):
             for number in numbers
         ]
         before = set(self.here)
-        plan = self.store.offer(pages, ITEMSIZE, self.now_s + patience_s, self.now_s)
+        plan = self.store.offer(pages, LAYOUT, self.now_s + patience_s, self.now_s)
         pulled = () if plan.pull is None else plan.pull.pages
         answered = [*plan.known, *plan.refused, *(page.key for page in pulled)]
         assert sorted(answered) == sorted(page.key for page in pages)
@@ -156,7 +156,7 @@ class StoreMachine(RuleBasedStateMachine):
         if fails:
             assert not self.store.encoded(encoding.encoding_id, None, 0)
             return
-        stored = np.frombuffer(encoding.codec.encode(encoding.page, encoding.itemsize), np.uint8)
+        stored = np.frombuffer(encoding.codec.encode(encoding.page, encoding.layout), np.uint8)
         self.store.encoded(encoding.encoding_id, stored, bytes_digest(stored))
 
     # -- what must hold --------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class StoreMachine(RuleBasedStateMachine):
     def read(self, stored: StoredPage) -> np.ndarray:
         page = np.empty(self.size(stored), np.uint8)
         staged = self.store.arena.region[stored.offset_bytes : stored.offset_bytes + stored.num_bytes]
-        assert restore(stored, staged, page, HEADS, WITH_LOSSY)
+        assert restore(stored, staged, page, LAYOUT, WITH_LOSSY)
         return page
 
 
