@@ -40,13 +40,25 @@ QUERY_ROWS = 16
 
 @kernel
 def store_kv(
-    x, num_rows, stride, key_column, value_column, num_kv_heads, head_dim, slots, pages, head_stride, layer_at, value_at
+    x,
+    first,
+    last,
+    stride,
+    key_column,
+    value_column,
+    num_kv_heads,
+    head_dim,
+    slots,
+    pages,
+    head_stride,
+    layer_at,
+    value_at,
 ):
-    """Writes the keys and values of all rows into their pages, rounded to the pages' dtype.
+    """Writes the keys and values of rows first..last - 1 into their pages, rounded to the pages' dtype.
 
-    x: float32 [num_rows, stride]. slots: int64 [num_rows], page * page_stride + slot * head_dim of each row.
+    x: float32 [rows, stride]. slots: int64 [rows], page * page_stride + slot * head_dim of each row.
     """
-    for row in range(num_rows):
+    for row in range(first, last):
         for head in range(num_kv_heads):
             target = slots[row] + head * head_stride + layer_at
             key = row * stride + key_column + head * head_dim
@@ -122,6 +134,24 @@ def _soften(scores, r, visible, highest, weights, sums, dim):
 
 
 @kernel
+def make_room(group, head_dim):
+    """Working memory of one thread for `attend`."""
+    dim = (head_dim + LANES - 1) // LANES * LANES
+    most = QUERY_ROWS * group
+    return (
+        np.empty(TILE, np.int64),  # places
+        np.empty(TILE * head_dim, np.float32),  # keys
+        np.empty(TILE * dim, np.float32),  # values
+        np.empty(most * head_dim, np.float32),  # queries
+        np.empty(most * TILE, np.float32),  # scores
+        np.empty(most * dim, np.float32),  # sums of weighted values
+        np.empty(most * LANES, np.float32),  # sums of weights, by lane
+        np.empty(most, np.float32),  # highest scores
+        np.zeros(TILE, np.float32),
+    )
+
+
+@kernel
 def attend(
     q,
     q_stride,
@@ -138,6 +168,7 @@ def attend(
     num_kv_heads,
     group,
     head_dim,
+    room,
     part,
     parts,
 ):
@@ -148,16 +179,7 @@ def attend(
     tables: int64, block tables end to end. Computes `part` of `parts` of the (unit, kv head) pairs.
     """
     dim = (head_dim + LANES - 1) // LANES * LANES
-    most = QUERY_ROWS * group
-    places = np.empty(TILE, np.int64)
-    keys = np.empty(TILE * head_dim, np.float32)
-    values = np.empty(TILE * dim, np.float32)
-    queries = np.empty(most * head_dim, np.float32)
-    scores = np.empty(most * TILE, np.float32)
-    sums = np.empty(most * dim, np.float32)
-    weights = np.empty(most * LANES, np.float32)  # sums of exp(score - highest), by lane
-    highest = np.empty(most, np.float32)
-    zeros = np.zeros(TILE, np.float32)
+    places, keys, values, queries, scores, sums, weights, highest, zeros = room
     scale = np.float32(1) / np.sqrt(np.float32(head_dim))
     for pair in range(part, len(units) // 4 * num_kv_heads, parts):
         unit = pair // num_kv_heads * 4

@@ -34,13 +34,20 @@ _CACHE_FOLDER = str(_cache_folder())
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compiles `function` for the types it is first called with; the GIL is free while it runs.
+    """A part of a kernel, compiled for the types it is first called with. Only other kernels can call it."""
+    return _compiled(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
-    Neither fastmath nor contraction: see simd.py.
-    """
+
+def entry(function: Callable[..., Any]) -> Any:
+    """A kernel that Python calls; the GIL is free while it runs."""
+    return _compiled(function, nogil=True, no_cfunc_wrapper=True)
+
+
+def _compiled(function: Callable[..., Any], **options: Any) -> Any:
+    """Neither fastmath nor contraction: see simd.py."""
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = _CACHE_FOLDER  # read when the function is wrapped; other users of numba keep their own
     try:
-        return numba.njit(function, nogil=True, cache=True, boundscheck=False, error_model="numpy")
+        return numba.njit(function, cache=True, boundscheck=False, error_model="numpy", **options)
     finally:
         numba.config.CACHE_DIR = before

@@ -20,6 +20,9 @@ from engine.kernels.simd import LANES, emit_fma, emit_load, emit_pointer, emit_s
 ROWS_PER_TILE = 6
 """AVX2 has 16 registers: 6 rows x 1 panel take 12 for sums, 2 for weights, 1 for the input."""
 
+ROWS_PER_BLOCK = 96
+"""Rows that pass all panels together: their inputs stay in L2."""
+
 _TILES = ((1, 4), (1, 1), (2, 2), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1))
 """Rows x panels of 16 columns whose sums are held in registers over the whole depth. One or two rows take several
 panels: 8 sums in flight hide the latency of the multiply-add. 3 x 2 would not leave registers for the weights (1.6
@@ -134,25 +137,27 @@ def product(
     num_panels * 16]. Each begins at element `*_at` of its array; its next row lies `*_stride` elements on, w's next
     panel `w_panel`. A start with stride 0 is one row for all.
     """
-    widest = 1
-    if num_rows == 1:
-        widest = 4
-    elif num_rows == 2:
-        widest = 2
-    panel = 0
-    while panel < num_panels:
-        panels = widest if panel + widest <= num_panels else 1
-        row = 0
-        while row < num_rows:
-            # Groups of nearly equal size: 8 rows are 4 + 4, not 6 + 2.
-            groups = (num_rows - row + ROWS_PER_TILE - 1) // ROWS_PER_TILE
-            rows = (num_rows - row + groups - 1) // groups
-            _tile(
-                *(rows, panels, depth),
-                *(x, x_at + row * x_stride, x_stride),
-                *(w, w_at + panel * w_panel, w_stride, w_panel),
-                *(start, start_at + row * start_stride + panel * LANES, start_stride),
-                *(out, out_at + row * out_stride + panel * LANES, out_stride, accumulate),
-            )
-            row += rows
-        panel += panels
+    for block in range(0, num_rows, ROWS_PER_BLOCK):
+        block_end = min(block + ROWS_PER_BLOCK, num_rows)
+        widest = 1
+        if block_end - block == 1:
+            widest = 4
+        elif block_end - block == 2:
+            widest = 2
+        panel = 0
+        while panel < num_panels:
+            panels = widest if panel + widest <= num_panels else 1
+            row = block
+            while row < block_end:
+                # Groups of nearly equal size: 8 rows are 4 + 4, not 6 + 2.
+                groups = (block_end - row + ROWS_PER_TILE - 1) // ROWS_PER_TILE
+                rows = (block_end - row + groups - 1) // groups
+                _tile(
+                    *(rows, panels, depth),
+                    *(x, x_at + row * x_stride, x_stride),
+                    *(w, w_at + panel * w_panel, w_stride, w_panel),
+                    *(start, start_at + row * start_stride + panel * LANES, start_stride),
+                    *(out, out_at + row * out_stride + panel * LANES, out_stride, accumulate),
+                )
+                row += rows
+            panel += panels

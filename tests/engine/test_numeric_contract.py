@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -93,17 +95,21 @@ def test_the_page_size_changes_no_logit(model, page_size):
     assert torch.equal(_one_by_one(model, prompt, page_size=page_size)[0], _one_by_one(model, prompt)[0])
 
 
-def test_two_threads_compute_the_bits_of_one(model):
+def test_two_threads_compute_the_bits_of_one(model, monkeypatch):
+    monkeypatch.setattr("engine.model.OPERATIONS_PER_THREAD", 1)
     (prompt,) = _prompts(np.random.default_rng(6), 70)
     logits, kv = _one_by_one(model, prompt)
-    torch.set_num_threads(2)
-    try:
-        pages = Pages(model)
-        table = pages.table(len(prompt))
-        assert torch.equal(model.forward([Segment(prompt, 0, table, True)])[0], logits[-1])
-        assert np.array_equal(pages.kv(table, len(prompt)), kv)
-    finally:
-        torch.set_num_threads(1)
+    for num_threads in (2, 3):
+        torch.set_num_threads(num_threads)
+        try:
+            pages = Pages(model)
+            table = pages.table(len(prompt))
+            whole = model.forward([Segment(prompt[:-1], 0, table, False)])
+            assert len(whole) == 0
+            assert torch.equal(model.forward([Segment(prompt[-1:], 69, table, True)])[0], logits[-1])
+            assert np.array_equal(pages.kv(table, len(prompt)), kv)
+        finally:
+            torch.set_num_threads(1)
 
 
 def test_random_weights_are_the_same_in_every_load_and_their_text_varies(model, tmp_path):
@@ -121,3 +127,33 @@ def test_random_weights_are_the_same_in_every_load_and_their_text_varies(model, 
 def _family(model: Model) -> str:
     name = model.config.model_type
     return "llama-biased" if name == "llama" and model.config.qkv_bias else name
+
+
+def test_what_does_not_exist_is_refused_before_anything_is_written(model):
+    pages = Pages(model, num_pages=4)
+    before = pages.bytes.copy()
+    nonsense = [
+        Segment([1, 300], 0, [0], True),
+        Segment([-1], 0, [0], True),
+        Segment([1], -1, [0], True),
+        Segment([], 0, [0], True),
+        Segment([1] * 5, 0, [0], True),
+        Segment([1], 0, [4], True),
+        Segment([1], 0, [-1], True),
+        Segment([1], 256, list(range(4)) * 20, True),
+    ]
+    for segment in nonsense:
+        with pytest.raises(ValueError, match=r"."):
+            model.forward([Segment([1], 0, [0], True), segment])
+    assert np.array_equal(pages.bytes, before)
+    assert model.forward([]).shape == (0, 300)
+
+
+def test_a_pool_of_another_layout_is_refused(model):
+    layout = model.layout(4)
+    with pytest.raises(ValueError, match="layout"):
+        model.bind(np.zeros((2, layout.page_bytes), np.uint8), replace(layout, num_layers=3))
+    with pytest.raises(ValueError, match="pages must be uint8"):
+        model.bind(np.zeros((2, layout.page_bytes + 1), np.uint8), layout)
+    with pytest.raises(ValueError, match="contiguous"):
+        model.bind(np.zeros((4, layout.page_bytes), np.uint8)[::2], layout)
