@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from cluster.cli.errors import CommandError
 from cluster.cli.which import ready_cluster
@@ -27,8 +28,8 @@ class ChatClient:
         self._address: HostPort = parse_host_port(address)
         self._model = model
 
-    def stream(self, messages: list[dict[str, str]], max_tokens: int | None = None) -> Iterator[str]:
-        """The pieces of the answer as they come; closing the iterator cancels the request.
+    def stream(self, messages: list[dict[str, str]], max_tokens: int | None = None) -> Generator[str, None, None]:
+        """The pieces of the answer as they come; closing the generator cancels the request.
 
         Raises ChatError, also for an answer that ends without saying why.
         """
@@ -74,6 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _talk(client: ChatClient, max_tokens: int | None) -> int:
     """Ctrl-C cuts an answer short; at the prompt it ends the talk, as Ctrl-D does."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - input() then has a history and can be edited
     messages: list[dict[str, str]] = []
     while True:
         try:
@@ -102,7 +105,7 @@ def _answer(client: ChatClient, messages: list[dict[str, str]], max_tokens: int 
             text += piece
             print(piece, end="", flush=True)
     finally:
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
     print()
     return text
 

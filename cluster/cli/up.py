@@ -22,6 +22,8 @@ from cluster.spec import LoadedSpec, SpecError, default_spec, load_spec
 INTERRUPTED = 130
 """Exit code where somebody asked to stop before the cluster was ready."""
 POLL_S = 0.05
+ASK_TOKENS = 128
+"""Longest answer to `--ask`: it is a sign of life."""
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -145,7 +147,8 @@ def _ask(addresses: Addresses, text: str) -> None:
     print(f"\n> {text}", flush=True)
     begun_s, first_s = time.monotonic(), None
     try:
-        for piece in ChatClient(addresses.http, addresses.models[0]).stream([{"role": "user", "content": text}]):
+        messages = [{"role": "user", "content": text}]
+        for piece in ChatClient(addresses.http, addresses.models[0]).stream(messages, max_tokens=ASK_TOKENS):
             first_s = first_s or time.monotonic() - begun_s
             print(piece, end="", flush=True)
         print(f"\n(first token after {first_s or 0.0:.2f} s)", flush=True)

@@ -1,6 +1,6 @@
 """Starting a cluster's processes on Ray, keeping them, and stopping them."""
 
-from cluster.launch.fleet import LaunchError
+from cluster.launch.errors import LaunchError
 from cluster.launch.home import (
     HOME_VARIABLE,
     Addresses,

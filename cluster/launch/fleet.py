@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.launch.errors import LaunchError, first_line
 from cluster.launch.plan import NodePlan
 from cluster.launch.ray_runtime import RayRuntime
 from cluster.launch.signals import StopSignals
@@ -26,10 +27,6 @@ LOG_LINES = 12
 """Of a node that failed, shown with the error."""
 STOP_ORDER = (("gateway",), ("decode", "prefill"), ("kv",), ("control",))
 """Kinds of nodes: first those through which work comes in, the control plane last."""
-
-
-class LaunchError(Exception):
-    """A step of the start failed; the text says which, why, and where to read on."""
 
 
 @dataclass(slots=True)
@@ -82,7 +79,7 @@ class Fleet:
                 outcome: Started | StartFailed = ray.get(settled[0])
             except errors.RayActorError as error:
                 raise self._failure(
-                    f"its process ended while it started: {_first_line(error)}", [member.plan]
+                    f"its process ended while it started: {first_line(error)}", [member.plan]
                 ) from error
             if isinstance(outcome, StartFailed):
                 raise self._failure(outcome.reason, [member.plan])
@@ -115,7 +112,7 @@ class Fleet:
             assert member.watch is not None
             verdict = self._judge(member, member.watch, member.question in answered)
             if verdict is Verdict.HUNG:
-                ray.kill(member.actor, no_restart=False)
+                self._runtime.end_process(member.actor, member.watch.pid)
             if verdict is Verdict.HUNG or member.question in answered:
                 member.question = None
             if verdict is not None:
@@ -170,8 +167,3 @@ class Fleet:
                 lines = log_file.read_text(errors="replace").splitlines()[-LOG_LINES:]
                 text += f"\n  the end of {log_file}:\n" + "\n".join(f"    {line}" for line in lines)
         return LaunchError(text)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

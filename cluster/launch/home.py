@@ -27,8 +27,9 @@ class AlreadyRunning(Exception):
     def __init__(self, cluster: str, pid: int | None) -> None:
         self.cluster = cluster
         self.pid = pid
+        process = f" (process {pid})" if pid is not None else ""
         super().__init__(
-            f"cluster {cluster} runs already (process {pid}): `headrace status` shows it, `headrace down` stops it"
+            f"cluster {cluster} runs already{process}: `headrace status` shows it, `headrace down` stops it"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
 import os
@@ -10,8 +11,9 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from cluster.catalog import EmbeddedCatalog
-from cluster.launch.fleet import Fleet, LaunchError
+from cluster.catalog import CatalogError, EmbeddedCatalog
+from cluster.launch.errors import LaunchError
+from cluster.launch.fleet import Fleet
 from cluster.launch.home import Addresses, ClusterHome
 from cluster.launch.models import model_shape
 from cluster.launch.plan import Site, plan_nodes, usable_cores
@@ -119,21 +121,19 @@ class ClusterLauncher:
             if news:
                 self._home.publish_processes(self._fleet.pids)
             if self._catalog is not None and self._catalog.pid is None:
-                self._progress.event("the catalog's server died; starting it again")
-                self._catalog.start()
+                self._restart_catalog(self._catalog)
 
     def stop(self) -> None:
         """Stop what was started, in good order, and clear it away. Idempotent; works after any part of `start`."""
-        if self._fleet is not None:
-            self._fleet.stop()
-            self._fleet = None
-        if self._ray is not None:
-            self._ray.stop()
-            self._ray = None
-        if self._catalog is not None:
-            self._catalog.stop()
-            self._catalog = None
-        self._clear(polite_s=3.0)
+        with contextlib.ExitStack() as steps:  # runs from the last to the first, all of them whatever happens
+            steps.callback(self._clear, polite_s=3.0)
+            if self._catalog is not None:
+                steps.callback(self._catalog.stop)
+            if self._ray is not None:
+                steps.callback(self._ray.stop)
+            if self._fleet is not None:
+                steps.callback(self._fleet.stop)
+        self._fleet = self._ray = self._catalog = None
 
     def kill(self) -> NoReturn:
         """Stop without asking anybody, and end this process: Ray's client would wait for its Ray."""
@@ -191,6 +191,14 @@ class ClusterLauncher:
         self._progress.step("catalog", f"embedded, in {self._home.catalog}")
         return self._catalog.url
 
+    def _restart_catalog(self, catalog: EmbeddedCatalog) -> None:
+        """Requests go on without it, so a start that fails is tried again with the next look."""
+        try:
+            catalog.start()
+            self._progress.event(f"the catalog's server had died; it runs again (process {catalog.pid})")
+        except CatalogError as error:
+            self._progress.event(f"the catalog's server died and does not start again: {error}")
+
     def _start_ray(self, session_folder: Path) -> tuple[RayRuntime, str]:
         spec = self._spec
         num_nodes = 1 + spec.kv.replicas + spec.gateway.replicas
@@ -201,6 +209,7 @@ class ClusterLauncher:
             session_folder=session_folder,
             token_file=self._home.ray_token(),
         )
+        ray.load()
         self._ray = ray  # before the start, so that half a start is stopped too
         with self._signals.at_once():
             address = ray.start(num_nodes)

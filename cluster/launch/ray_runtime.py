@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
+from cluster.launch.errors import LaunchError, first_line
 from cluster.launch.plan import NodePlan
 from cluster.launch.signals import StopAsked
 
@@ -46,16 +48,21 @@ class RayRuntime:
     def is_local(self) -> bool:
         return self._address == "local"
 
-    def start(self, num_nodes: int) -> str:
-        """Start or join Ray; returns its address. num_nodes: how many actors will be made.
-
-        Call it from the main thread: the kernel ends a local Ray together with the thread that started it.
-        Raises StopAsked if a signal interrupts it.
-        """
+    def load(self) -> None:
+        """Import Ray, with the environment that it reads once. Must not be interrupted: a second import would fail."""
         os.environ.update(_ENVIRONMENT)
         if self.is_local:
             os.environ.update(_LOCAL_ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(self._token_file))
-        import ray  # after the environment, which it reads once
+        import ray  # noqa: F401
+
+    def start(self, num_nodes: int) -> str:
+        """Start or join Ray; returns its address. Needs `load`. num_nodes: how many actors will be made.
+
+        Call it from the main thread: the kernel ends a local Ray together with the thread that started it.
+        Raises LaunchError, and StopAsked if a signal interrupts it.
+        """
+        import ray
+        import ray.exceptions
 
         options: dict[str, Any] = {}
         if self.is_local:
@@ -72,6 +79,9 @@ class RayRuntime:
             ray.init(
                 address=self._address, namespace=self._namespace, log_to_driver=False, logging_level="ERROR", **options
             )
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            what = "ray did not start" if self.is_local else f"ray at {self._address} cannot be joined"
+            raise LaunchError(f"{what}: {first_line(error)}") from error
         except SystemExit as error:  # what Ray makes of SIGTERM meanwhile
             raise StopAsked("SIGTERM") from error
         finally:
@@ -79,7 +89,7 @@ class RayRuntime:
         return str(ray.get_runtime_context().gcs_address)
 
     def launch(self, plan: NodePlan, log_file: Path | None) -> Any:
-        """A handle of the actor that runs a node; returns before the node has started."""
+        """A handle of the actor that runs a node; returns before the node has started. Raises LaunchError."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -97,7 +107,22 @@ class RayRuntime:
             # `ready` waits long and `stop` must not wait for it; `health` waits for neither.
             concurrency_groups={"health": 1, "start": 1},
         )(named)
-        return actor_class.options(**options).remote(plan, None if log_file is None else str(log_file))
+        try:
+            return actor_class.options(**options).remote(plan, None if log_file is None else str(log_file))
+        except ValueError as error:  # somebody has an actor of this name
+            raise LaunchError(
+                f"{plan.node_id}: {first_line(error)}; does the cluster run on this Ray already?"
+            ) from error
+
+    def end_process(self, actor: Any, pid: int) -> None:
+        """End an actor's process that does not answer, so that Ray starts another one."""
+        import ray
+
+        if self.is_local:  # also if it is frozen, where it could not obey
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        else:
+            ray.kill(actor, no_restart=False)
 
     def stop(self) -> None:
         """Leave Ray; a local one ends. Idempotent."""

@@ -19,6 +19,8 @@ from cluster.launch.processes import processes_in, start_ticks
 from tests.models import tiny_model, tiny_tokenizer
 
 DEADLINE_S = 240.0
+PROXIES = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "ALL_PROXY")}
+"""A proxy that is not there: what goes on inside a cluster must not ask for it."""
 SPEC = """
 cluster: small
 models: [{{name: tiny, weights: "{weights}", config: {folder}}}]
@@ -26,6 +28,7 @@ prefill: []
 decode: [{{pool_bytes: 4MiB, threads: 1}}]
 kv: {{replicas: 0}}
 gateway: {{http: "127.0.0.1:{http}", grpc: "127.0.0.1:0"}}
+timing: {{hang_s: 15}}
 """
 
 
@@ -37,7 +40,7 @@ class Terminal:
         with open(self._output, "wb") as output:
             self.process = subprocess.Popen(
                 [str(Path(sys.executable).parent / "headrace"), *arguments],
-                env=os.environ | {HOME_VARIABLE: str(home)},
+                env=os.environ | {HOME_VARIABLE: str(home)} | PROXIES,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -115,6 +118,9 @@ def test_a_cluster_in_the_foreground_from_start_to_ctrl_c(home: Path, folder: Pa
     os.kill(pids["gateway-0"], signal.SIGKILL)
     up.until(f"gateway-0 (process {pids['gateway-0']}) died")
     eventually(lambda: cluster.processes()["gateway-0"] != pids["gateway-0"], "another process for the gateway")
+    os.kill(pids["decode-0"], signal.SIGSTOP)
+    up.until(f"decode-0 (process {pids['decode-0']}) does not answer")
+    eventually(lambda: cluster.processes()["decode-0"] != pids["decode-0"], "another process for the worker")
     status = Terminal(home, "status", "--json")
     assert status.exit_code() == 0
     assert json.loads(status.text)["addresses"]["http"] == addresses.http
