@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from cluster.watch import ClusterView, Fingerprint, NodeView, Peer, Role
+from cluster.view import ClusterView, Fingerprint, NodeView, Peer, Role
 from kvstore.pages import page_keys, salted
 from protos.registration import WIRE_VERSION
 

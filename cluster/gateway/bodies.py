@@ -10,6 +10,7 @@ import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
+from cluster.gateway import unsupported
 from cluster.gateway.ask import Sampling
 from cluster.gateway.errors import InvalidRequest
 
@@ -187,69 +188,15 @@ class CompletionBody(OpenAIFields):
         return prompt[0]
 
 
-Harmless = dict[str, tuple[Any, ...]]
-"""Fields that this server does not do, and the values of them that ask for nothing. Null is always one."""
-
-_UNSUPPORTED_BY_BOTH: Harmless = {
-    "n": (1,),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "prompt_logprobs": (),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "logits_processors": ([],),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-}
-UNSUPPORTED_IN_CHAT: Harmless = _UNSUPPORTED_BY_BOTH | {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "echo": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
-}
-UNSUPPORTED_IN_COMPLETIONS: Harmless = _UNSUPPORTED_BY_BOTH | {
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "prompt_embeds": (),
-}
-_UNSUPPORTED_IN_MESSAGES: Harmless = {
-    "tool_calls": ([],),
-    "tool_call_id": (),
-    "function_call": (),
-    "audio": (),
-}
-
-
 def parse_chat(raw: bytes) -> ChatBody:
     """Raises InvalidRequest naming the field."""
     fields = _object(raw)
-    _refuse_unsupported(fields, UNSUPPORTED_IN_CHAT)
+    unsupported.refuse(fields, unsupported.IN_CHAT)
     messages = fields.get("messages")
     if isinstance(messages, list):
         for index, message in enumerate(messages):
             if isinstance(message, dict):
-                _refuse_unsupported(message, _UNSUPPORTED_IN_MESSAGES, prefix=f"messages[{index}].")
+                unsupported.refuse(message, unsupported.IN_MESSAGES, prefix=f"messages[{index}].")
     body = validate(ChatBody, fields)
     _check_stream_options(body)
     if body.top_logprobs is not None and not body.logprobs:
@@ -262,7 +209,7 @@ def parse_chat(raw: bytes) -> ChatBody:
 def parse_completion(raw: bytes) -> CompletionBody:
     """Raises InvalidRequest naming the field."""
     fields = _object(raw)
-    _refuse_unsupported(fields, UNSUPPORTED_IN_COMPLETIONS)
+    unsupported.refuse(fields, unsupported.IN_COMPLETIONS)
     body = validate(CompletionBody, fields)
     _check_stream_options(body)
     return body
@@ -286,24 +233,6 @@ def _object(raw: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise InvalidRequest("The body must be a JSON object", code="invalid_json")
     return fields
-
-
-def _refuse_unsupported(fields: Mapping[str, Any], unsupported: Harmless, prefix: str = "") -> None:
-    for name, harmless in unsupported.items():
-        value = fields.get(name)
-        if value is None or any(type(value) is type(ok) and value == ok for ok in harmless):
-            continue
-        if name == "n" and not (isinstance(value, int) and value > 1):
-            continue  # nonsense, which is refused in its own words
-        raise InvalidRequest(
-            "not supported by this server" + (", except null or " + _spelled(harmless) if harmless else ""),
-            param=prefix + name,
-            code="unsupported_parameter",
-        )
-
-
-def _spelled(values: tuple[Any, ...]) -> str:
-    return " or ".join(orjson.dumps(value).decode() for value in values)
 
 
 def _check_stream_options(body: OpenAIFields) -> None:

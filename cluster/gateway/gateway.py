@@ -22,7 +22,8 @@ from cluster.gateway.request import Requests
 from cluster.gateway.rpc import SERVICE_NAME, InferenceService
 from cluster.gateway.sessions import SessionPool
 from cluster.router import Router
-from cluster.watch import ClusterView, Role, Watcher
+from cluster.view import ClusterView, Role
+from cluster.watch import Watcher
 from protos import common_pb2, control_pb2, inference_pb2_grpc
 from protos.registration import WIRE_VERSION, Registration
 from protos.serving import Server, host_port, serve

@@ -13,7 +13,7 @@ from opentelemetry.sdk.resources import Resource
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from cluster.watch import ClusterView, NodeView, Role
+from cluster.view import ClusterView, NodeView, Role
 
 TIME_TO_FIRST_TOKEN = "gen_ai.server.time_to_first_token"
 TIME_PER_OUTPUT_TOKEN = "gen_ai.server.time_per_output_token"

@@ -9,18 +9,9 @@ from collections.abc import Callable
 
 from cluster.gateway.config import PlacementConfig
 from cluster.gateway.errors import GatewayError, Internal, InvalidRequest, Overloaded, Unavailable
+from cluster.gateway.events import Accepted, Ending, Failed, FailureCode, Lost, Rejected
 from cluster.gateway.metrics import GatewayMetrics
-from cluster.gateway.sessions import (
-    Accepted,
-    Attempt,
-    Ending,
-    Failed,
-    FailureCode,
-    Lost,
-    Rejected,
-    SessionLost,
-    SessionPool,
-)
+from cluster.gateway.sessions import Attempt, SessionLost, SessionPool
 from cluster.router import Job, Route, Router
 from cluster.watch import Watcher
 from protos import worker_pb2

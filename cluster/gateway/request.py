@@ -14,9 +14,10 @@ from cluster.gateway.ask import Ask, Sampling
 from cluster.gateway.config import LimitsConfig, PlacementConfig
 from cluster.gateway.disconnect import ClientGone
 from cluster.gateway.errors import GatewayError, Overloaded, Unavailable
+from cluster.gateway.events import Accepted, Ending, Event, Failed, Finished, Token, Tokens
 from cluster.gateway.metrics import GatewayMetrics, Lifetime
 from cluster.gateway.placement import AttemptEnded, Placer, Retries
-from cluster.gateway.sessions import Accepted, Attempt, Ending, Event, Failed, Finished, Token, Tokens
+from cluster.gateway.sessions import Attempt
 from cluster.gateway.text import OutputText, Piece
 from cluster.router import Job, Route
 from engine.tokenizer import Detokenizer

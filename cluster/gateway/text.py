@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.gateway.sessions import Token
+from cluster.gateway.events import Token
 
 
 class IncrementalDecoder(Protocol):

@@ -6,8 +6,8 @@ import pytest
 
 from cluster.gateway import PlacementConfig
 from cluster.gateway.errors import Internal, InvalidRequest, Unavailable
+from cluster.gateway.events import Failed, FailureCode, Lost, Rejected
 from cluster.gateway.placement import Retries
-from cluster.gateway.sessions import Failed, FailureCode, Lost, Rejected
 
 ABORTED = Failed(FailureCode.ABORTED, "x")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.router import Job, Router, RouterConfig
-from cluster.watch import ClusterView, Fingerprint, NodeLoad, NodeView, Peer, Role
+from cluster.view import ClusterView, Fingerprint, NodeLoad, NodeView, Peer, Role
 from kvstore.pages import page_keys
 from protos.registration import WIRE_VERSION
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.gateway.sessions import Token
+from cluster.gateway.events import Token
 from cluster.gateway.text import OutputText
 
 

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from cluster.watch import ClusterView, Role, Watcher
+from cluster.view import ClusterView, Role
+from cluster.watch import Watcher
 from protos import common_pb2, control_pb2, control_pb2_grpc
 from protos.serving import serve
 from tests.cluster.gateway.peers import eventually
