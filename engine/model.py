@@ -10,7 +10,8 @@ import torch
 from engine.batch import Segment, make_batch
 from engine.config import ModelConfig, load_config
 from engine.kernels.attention import TILE
-from engine.kernels.decoder import Activations, Batch, Pool, forward
+from engine.kernels.decoder import Activations, Pool, forward
+from engine.kernels.warm import warm_up
 from engine.packing import pack, padded, shape_of
 from engine.rotation import Rotation
 from engine.source import ModelSource
@@ -52,7 +53,7 @@ class Model:
         self._activations = self._room(0)
         self._num_rows = 0  # that they have room for
         self._pool: Pool | None = None
-        self._warm_up()
+        warm_up(self.dtype_name)
 
     def layout(self, page_size: int) -> PageLayout:
         """How pages of `page_size` positions lie."""
@@ -108,15 +109,6 @@ class Model:
         num_parts = max(1, min(num_threads, num_rows * self._operations_per_row // OPERATIONS_PER_THREAD))
         team_of(num_threads).run(lambda part: forward(*arguments, counter, part, num_parts), num_parts)
         return torch.from_numpy(logits)[:, : self.config.vocab_size]
-
-    def _warm_up(self) -> None:
-        """A step without rows: compiles the kernels, or loads what an earlier process compiled."""
-        elements = np.empty(0, np.uint16 if self.dtype_name == "bfloat16" else np.float32)
-        integers, floats = np.empty(0, np.int64), np.empty(0, np.float32)
-        batch = Batch(integers, integers, integers, integers, integers, integers, floats, floats)
-        pool = Pool(elements, 1, 1, 1, 1, 1)
-        counter = np.zeros(1, np.int64)
-        forward(self._shape, self._weights, pool, batch, self._activations, floats, counter, 0, 1)
 
     def _room(self, num_rows: int) -> Activations:
         config = self.config

@@ -21,11 +21,11 @@ def _cache_folder() -> Path:
     digest = hashlib.blake2b(numba.__version__.encode(), digest_size=8)
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(root) / "headrace" / f"kernels-{digest.hexdigest()}"
     try:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(root) / "headrace" / f"kernels-{digest.hexdigest()}"
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a read-only home: compile anew in each process rather than fail
+    except (OSError, RuntimeError):  # no home, or a read-only one: compile anew in each process rather than fail
         return Path(tempfile.mkdtemp(prefix="headrace-kernels-"))
     return folder
 
