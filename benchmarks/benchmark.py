@@ -16,7 +16,8 @@ from benchmarks.config import ServeConfig
 from benchmarks.engines import Engine, HttpEngine
 from benchmarks.errors import BenchmarkError, Unavailable
 from benchmarks.machine import cpu_seconds
-from benchmarks.peers import PeerSetup, open_peer
+from benchmarks.peers import open_peer
+from benchmarks.peers.setup import PeerSetup
 from benchmarks.prompts import PromptSource
 from benchmarks.result import HEADRACE, Findings
 from cluster.launch.models import model_source
@@ -135,13 +136,18 @@ class Benchmark:
         self._say(f"cancelling {config.cancels} requests")
         (prompts,) = self._prompts.rounds(1, config.cancels + 2)
         self._findings.cancels = self._runner.run(
-            measure_cancels(cluster.target, cluster.control, prompts, config.output_tokens, config.seed)
+            measure_cancels(cluster.target, cluster.control, prompts, config.output_tokens, seed=config.seed)
         )
 
 
 def _described(spec: Spec, config: ServeConfig) -> str:
     if config.url is not None:
         return f"as it runs at {config.url}"
-    prefill, decode = (sum(group.replicas for group in groups) for groups in (spec.prefill, spec.decode))
-    threads = "/".join(str(group.threads) for group in [*spec.prefill, *spec.decode])
-    return f"{prefill} prefill and {decode} decode workers (threads {threads}), {spec.kv.replicas} storage nodes"
+    groups = [*spec.prefill, *spec.decode]
+    num_prefill, num_workers = sum(group.replicas for group in spec.prefill), sum(group.replicas for group in groups)
+    auto = max(1, len(os.sched_getaffinity(0)) // num_workers)  # as the launcher divides them
+    threads = "/".join(str(auto if group.threads == "auto" else group.threads) for group in groups)
+    return (
+        f"{num_prefill} prefill and {num_workers - num_prefill} decode workers with {threads} threads, "
+        f"{spec.kv.replicas} storage nodes"
+    )

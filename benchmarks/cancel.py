@@ -77,7 +77,13 @@ class CancelTimes:
 
 
 async def measure_cancels(
-    target: Target, control: str, prompts: Sequence[Prompt], output_tokens: int, seed: int
+    target: Target,
+    control: str,
+    prompts: Sequence[Prompt],
+    output_tokens: int,
+    *,
+    seed: int,
+    free_deadline_s: float = FREE_DEADLINE_S,
 ) -> CancelTimes:
     """One request at a time, on a cluster that does nothing else; every other one is closed after its first token.
 
@@ -91,7 +97,7 @@ async def measure_cancels(
     num_holding = num_over = 0
     async with open_client(target) as client, ReportReader(control) as reports:
         whole = await complete(client, target.model, first, output_tokens)
-        await _await_rest(reports)
+        await _await_rest(reports, free_deadline_s)
         for index, prompt in enumerate(cancelled):
             first_token = asyncio.Event()
             request = asyncio.create_task(
@@ -108,7 +114,9 @@ async def measure_cancels(
             num_holding += any(not report.at_rest for report in reports.latest.values())
             closed_s = time.monotonic()
             request.cancel()
-            (after_first_token_s if index % 2 == 0 else at_random_s).append(await _await_rest(reports) - closed_s)
+            (after_first_token_s if index % 2 == 0 else at_random_s).append(
+                await _await_rest(reports, free_deadline_s) - closed_s
+            )
             await asyncio.gather(request, return_exceptions=True)
         await complete(client, target.model, last, output_tokens)
         return CancelTimes(
@@ -120,17 +128,17 @@ async def measure_cancels(
         )
 
 
-async def _await_rest(reports: ReportReader) -> float:
+async def _await_rest(reports: ReportReader, deadline_s: float) -> float:
     """When all workers came to rest, judged by the reports that arrive from now on."""
     reports.skip()
     watch = FreedWatch(reports.latest)
     try:
-        async with asyncio.timeout(FREE_DEADLINE_S):
+        async with asyncio.timeout(deadline_s):
             while watch.freed_s is None:
                 for report in await reports.next():
                     watch.take(report)
     except TimeoutError:
-        raise BenchmarkError(f"pages are not free {FREE_DEADLINE_S:.0f} s after the end: {watch.missing()}") from None
+        raise BenchmarkError(f"pages are not free {deadline_s:.0f} s after the end: {watch.missing()}") from None
     return watch.freed_s
 
 

@@ -32,14 +32,9 @@ class Machine:
     headrace: str
     commit: str
     """With "+changes" if files that git tracks differ from it; empty outside a checkout."""
-    read_bytes_per_s: float
-    """All cores together, each reading memory of its own."""
-    read_bytes_per_s_of_one: float
-    """One core alone."""
 
 
 def look_at_machine() -> Machine:
-    """About a second, most of it reading memory."""
     cores = len(os.sched_getaffinity(0))
     return Machine(
         cpu=_cpu_model(),
@@ -50,7 +45,26 @@ def look_at_machine() -> Machine:
         torch=importlib.metadata.version("torch"),
         headrace=importlib.metadata.version("headrace"),
         commit=_commit(),
-        read_bytes_per_s=read_bandwidth(cores),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """What of a machine changes from minute to minute."""
+
+    load_average: float
+    """Processes that ran or wanted to, over the last minute."""
+    read_bytes_per_s: float
+    """All cores together, each reading memory of its own."""
+    read_bytes_per_s_of_one: float
+    """One core alone."""
+
+
+def look_at_moment() -> Moment:
+    """About a second, of reading memory."""
+    return Moment(
+        load_average=os.getloadavg()[0],  # first: reading memory is load, too
+        read_bytes_per_s=read_bandwidth(len(os.sched_getaffinity(0))),
         read_bytes_per_s_of_one=read_bandwidth(1),
     )
 
@@ -68,11 +82,6 @@ def read_bandwidth(num_threads: int, num_bytes: int = _READ_BYTES) -> float:
             list(pool.map(np.max, arrays))
             best_s = min(best_s, time.perf_counter() - begun_s)
     return num_threads * num_bytes / best_s
-
-
-def load_average() -> float:
-    """Processes that ran or wanted to, over the last minute."""
-    return os.getloadavg()[0]
 
 
 def cpu_seconds(pids: list[int]) -> float:

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field
 
 from benchmarks.config import ServeConfig
-from benchmarks.machine import Machine
+from benchmarks.machine import Machine, Moment
 from benchmarks.result import Findings, as_json, cancel_lines, engine_lines
 from benchmarks.tables import cancel_table, engine_table
 
@@ -18,10 +18,10 @@ class Report:
 
     config: ServeConfig
     machine: Machine
+    before: Moment
+    after: Moment
     weight_bytes: int
     """That one step of Headrace's decode reads."""
-    load_before: float
-    load_after: float
     findings: Findings
     date: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"))
 
@@ -46,7 +46,8 @@ class Report:
                     "benchmark": "serve_cpu",
                     "date": self.date,
                     "machine": self.machine,
-                    "load_average": (self.load_before, self.load_after),
+                    "before": self.before,
+                    "after": self.after,
                     "config": self.config,
                     "weight_bytes": self.weight_bytes,
                     "engines": findings.engines,
@@ -65,14 +66,15 @@ class Report:
 
     def _conditions(self) -> list[str]:
         config, machine, findings = self.config, self.machine, self.findings
-        one, all_cores = machine.read_bytes_per_s_of_one, machine.read_bytes_per_s
+        one = max(self.before.read_bytes_per_s_of_one, self.after.read_bytes_per_s_of_one)
+        all_cores = max(self.before.read_bytes_per_s, self.after.read_bytes_per_s)
         lines = [
             f"machine: {machine.cores} cores of {machine.cpu}, {machine.memory_bytes / 2**30:.0f} GiB, "
             f"{machine.system}; Python {machine.python}, torch {machine.torch}",
             f"memory read: {all_cores / 1e9:.1f} GB/s with all cores, {one / 1e9:.1f} with one. A step reads "
-            f"{self.weight_bytes / 1e6:.0f} MB of weights: one stream cannot exceed "
+            f"{self.weight_bytes / 1e6:.0f} MB of weights: at that rate one stream makes at most "
             f"{all_cores / self.weight_bytes:.0f} tokens/s with all cores, {one / self.weight_bytes:.0f} with one",
-            f"load average: {self.load_before:.2f} before, {self.load_after:.2f} after",
+            f"load average: {self.before.load_average:.2f} before, {self.after.load_average:.2f} after",
             f"load: closed loop, {config.prompt_tokens} tokens in and {config.output_tokens} out, temperature 0, "
             f"{config.rounds} requests per stream and turn, {config.repeats} repeats; {self._prefixes()}",
         ]

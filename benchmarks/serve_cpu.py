@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.benchmark import Benchmark
 from benchmarks.config import QUICK, ServeConfig
 from benchmarks.errors import BenchmarkError
-from benchmarks.machine import load_average, look_at_machine
+from benchmarks.machine import look_at_machine, look_at_moment
 from benchmarks.peers import PEERS
 from benchmarks.report import Report
 from benchmarks.weights import num_weight_bytes
@@ -34,14 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with asyncio.Runner() as runner:
             benchmark = Benchmark(config, load_spec(config.spec).spec, folder, runner, _say)
-            load_before, machine = load_average(), look_at_machine()
+            before = look_at_moment()
             findings = benchmark.run()
         report = Report(
             config=config,
-            machine=machine,
+            machine=look_at_machine(),
+            before=before,
+            after=look_at_moment(),
             weight_bytes=num_weight_bytes(benchmark.source),
-            load_before=load_before,
-            load_after=load_average(),
             findings=findings,
         )
         print(report.text(markdown=markdown))

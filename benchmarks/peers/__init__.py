@@ -1,11 +1,17 @@
-"""What Headrace is compared with, on the same weights and cores. Each runs in processes of its own."""
+"""What Headrace is compared with, on the same weights and cores. Each runs in processes of its own.
+
+Imports nothing that an interpreter of a peer may lack: the children are modules of this package.
+"""
 
 from __future__ import annotations
 
-from benchmarks.engines import Engine
-from benchmarks.peers.setup import PeerSetup
+from typing import TYPE_CHECKING
 
-__all__ = ["PEERS", "PeerSetup", "open_peer"]
+if TYPE_CHECKING:
+    from benchmarks.engines import Engine
+    from benchmarks.peers.setup import PeerSetup
+
+__all__ = ["PEERS", "open_peer"]
 
 PEERS = (
     "transformers-float32",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from benchmarks.cancel import CancelTimes
 from benchmarks.config import ServeConfig
-from benchmarks.machine import Machine
+from benchmarks.machine import Machine, Moment
 from benchmarks.report import Report
 from benchmarks.result import HEADRACE, Findings, cancel_lines, engine_lines
 from benchmarks.stats import Spread
@@ -51,15 +52,14 @@ def report(found: Findings) -> Report:
         torch="2.13",
         headrace="0.1.0",
         commit="abc",
-        read_bytes_per_s=20e9,
-        read_bytes_per_s_of_one=10e9,
     )
+    moment = Moment(load_average=0.1, read_bytes_per_s=20e9, read_bytes_per_s_of_one=10e9)
     return Report(
         config=ServeConfig(),
         machine=machine,
         weight_bytes=100_000_000,
-        load_before=0.1,
-        load_after=0.2,
+        before=moment,
+        after=dataclasses.replace(moment, load_average=0.2, read_bytes_per_s=15e9),
         findings=found,
     )
 
@@ -101,7 +101,7 @@ def test_the_report_says_who_took_no_part_and_what_was_not_measured():
     text = report(findings()).text(markdown=False)
     assert "vllm: took no part, not installed" in text
     assert "cancel to free: not measured" in text
-    assert "one stream cannot exceed 200 tokens/s with all cores, 100 with one" in text
+    assert "one stream makes at most 200 tokens/s with all cores, 100 with one" in text
 
 
 def test_the_json_is_one_line_with_the_config_and_the_numbers_of_every_repeat():
