@@ -15,10 +15,6 @@ import torch
 
 from engine import noise
 
-NOISE_SPAN = 40.4
-"""More than the largest Gumbel value minus the smallest that `noise.gumbel` can give (36.74 and -3.61): a token whose
-scaled logit lies further below the best cannot win."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
@@ -151,25 +147,24 @@ def _choose(logits: np.ndarray, row: SamplingRow) -> int:
     params = row.params
     if params.temperature < 1e-5:  # as good as greedy, and dividing by it could overflow
         return int(logits.argmax())  # the lowest id among equals
-    scaled = logits.astype(np.float64) / params.temperature
-    kept = _filtered(scaled, params)
     start = noise.stream(params.seed, params.choice, row.output_index)
-    return int(kept[(scaled[kept] + noise.gumbel(start, kept)).argmax()])
+    return noise.choose(logits, params.temperature, _filtered(logits, params), start)
 
 
-def _filtered(scaled: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """int64 [n], ascending: ids of the tokens that may be chosen. At least one."""
-    reach = NOISE_SPAN if params.top_p == 1.0 else math.inf  # top-p needs the mass of the tail
+def _filtered(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """int64 [n], ascending: ids of the tokens that may be chosen. The likeliest is one of them."""
+    kept = np.arange(len(logits))
     if params.min_p > 0.0:
-        reach = min(reach, -math.log(params.min_p))
-    highest = scaled.max()
-    kept = np.flatnonzero(scaled >= highest - reach)
+        kept = np.flatnonzero(logits >= logits.max() + params.temperature * math.log(params.min_p))
     if 0 < params.top_k < len(kept):
-        kept = np.sort(kept[_largest(scaled[kept], params.top_k)])
+        kept = np.sort(kept[_largest(logits[kept], params.top_k)])
     if params.top_p < 1.0:
-        order = np.argsort(-scaled[kept], kind="stable")
-        mass = np.cumsum(np.exp(scaled[kept][order] - highest))
-        count = int(np.searchsorted(mass, params.top_p * mass[-1])) + 1
+        mass = np.exp((logits[kept].astype(np.float64) - float(logits.max())) / params.temperature)
+        needed = params.top_p * mass.sum()
+        # Tokens lighter than this make up less than 1 - top_p together: they need not be sorted.
+        heavy = np.flatnonzero(mass >= (mass.sum() - needed) / len(mass))
+        order = heavy[np.argsort(-mass[heavy], kind="stable")]
+        count = int(np.searchsorted(np.cumsum(mass[order]), needed)) + 1
         kept = np.sort(kept[order[:count]])
     return kept
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.kernels.decoder import Activations, Batch, Pool, Shape, Weights, forward
+from engine.kernels.noise import gumbel_argmax
 
 
 def warm_up(dtype: str) -> None:
@@ -44,3 +45,4 @@ def warm_up(dtype: str) -> None:
         0,
         1,
     )
+    gumbel_argmax(np.zeros(1, np.float32), 1.0, np.zeros(1, np.int64), 0, np.uint64(0))
