@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.codecs import CODECS, Bytes, Codec, CorruptPage
+from kvstore.codecs import CODECS, Bytes, Codec, CorruptPage, is_within
 from kvstore.pages import PageLayout, bytes_digest, page_digests
 from protos import kvstore_pb2
 
@@ -45,13 +45,16 @@ class StoredPage:
 
     @classmethod
     def from_proto(cls, page: kvstore_pb2.StoredPage) -> StoredPage:
-        """Raises ValueError for a codec that this version does not know."""
+        """Raises ValueError for a codec that this version does not know, or a lineage that denies the codec's loss."""
+        codec, lineage = codec_from_proto(page.codec), codec_from_proto(page.lineage)
+        if not is_within(codec, lineage):
+            raise ValueError(f"a page stored as {codec} cannot have lineage {lineage}")
         return cls(
             key=page.key,
             offset_bytes=page.offset_bytes,
             num_bytes=page.num_bytes,
-            codec=codec_from_proto(page.codec),
-            lineage=codec_from_proto(page.lineage),
+            codec=codec,
+            lineage=lineage,
             stored_digest=page.stored_digest,
             digests=tuple(page.digests),
         )
@@ -59,14 +62,14 @@ class StoredPage:
 
 def codec_to_proto(name: str) -> str:
     """The name of the enum's value, which messages take as well as its number."""
-    return f"CODEC_{name.upper()}"
+    return f"CODEC_{name.upper().replace('-', '_')}"
 
 
 def codec_from_proto(value: kvstore_pb2.Codec) -> str:
     """Raises ValueError for a value that this version does not know, and for none at all."""
     if value == kvstore_pb2.CODEC_UNSPECIFIED:
         raise ValueError("a page must name its codec and its lineage")
-    return kvstore_pb2.Codec.Name(value).removeprefix("CODEC_").lower()
+    return kvstore_pb2.Codec.Name(value).removeprefix("CODEC_").lower().replace("_", "-")
 
 
 def layout_to_proto(layout: PageLayout) -> kvstore_pb2.PageLayout:

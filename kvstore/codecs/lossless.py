@@ -22,6 +22,7 @@ import numpy.typing as npt
 import zstandard
 
 from kvstore.codecs.base import Bytes, Codec, CorruptPage
+from kvstore.codecs.loss import Loss
 from kvstore.pages.layout import PageLayout
 
 _VERSION = 1
@@ -32,7 +33,7 @@ _PREFIX = struct.Struct("<BBH")
 
 class Lossless(Codec):
     name = "lossless"
-    loss = 0
+    loss = Loss.NONE
 
     def __init__(self) -> None:
         self._contexts = _Contexts()

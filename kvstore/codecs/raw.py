@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from kvstore.codecs.base import Bytes, Codec, CorruptPage
+from kvstore.codecs.loss import Loss
 from kvstore.pages.layout import PageLayout
 
 
 class Raw(Codec):
     name = "raw"
-    loss = 0
+    loss = Loss.NONE
 
     def encode(self, page: Bytes, layout: PageLayout) -> memoryview:
         return page.data

@@ -23,17 +23,23 @@ def stored(codec: str) -> tuple[StoredPage, np.ndarray]:
         offset_bytes=512,
         num_bytes=len(staged),
         codec=codec,
-        lineage="raw",
+        lineage=codec,
         stored_digest=bytes_digest(staged),
-        digests=tuple(page_digests(PAGE[None], LAYOUT.num_kv_heads)[0].tolist()),
+        digests=tuple(page_digests(decoded(codec, staged)[None], LAYOUT.num_kv_heads)[0].tolist()),
     )
     return header, staged
+
+
+def decoded(codec: str, staged: np.ndarray) -> np.ndarray:
+    page = np.empty_like(PAGE)
+    CODECS[codec].decode(staged, page, LAYOUT)
+    return page
 
 
 def comes_back(header: StoredPage, staged: np.ndarray, layout: PageLayout = LAYOUT) -> bool:
     page = np.empty_like(PAGE)
     found = restore(header, staged, page, layout)
-    assert not found or np.array_equal(page, PAGE)
+    assert not found or np.array_equal(page, decoded(header.codec, stored(header.codec)[1]))
     return found
 
 
@@ -72,6 +78,13 @@ def test_a_header_survives_the_wire():
     header, _ = stored("lossless")
     message = kvstore_pb2.StoredPage.FromString(header.to_proto().SerializeToString())
     assert StoredPage.from_proto(message) == header
+
+
+@pytest.mark.parametrize(("codec", "lineage"), [("fp8", "raw"), ("nvfp4", "k-fp8-v-nvfp4"), ("nvfp4", "lossless")])
+def test_a_lineage_that_denies_the_loss_of_its_codec_is_refused(codec, lineage):
+    header, _ = stored(codec)
+    with pytest.raises(ValueError, match=f"stored as {codec} cannot have lineage {lineage}"):
+        StoredPage.from_proto(replace(header, lineage=lineage).to_proto())
 
 
 def test_a_layout_survives_the_wire():

@@ -8,6 +8,7 @@ from hashlib import blake2b
 import numpy as np
 
 from kvstore.codecs import CODECS, Bytes, Codec, CorruptPage
+from kvstore.codecs.loss import Loss
 from kvstore.node.decisions import OfferedPage
 from kvstore.pages import PageLayout, page_digests
 
@@ -20,7 +21,7 @@ class Rounded(Codec):
     """Keeps the upper byte of each two-byte value. Stands for every lossy codec: its lineage is worse than exact."""
 
     name = "rounded"
-    loss = 1
+    loss = Loss.FP8
 
     def encode(self, page: Bytes, layout: PageLayout) -> bytes:
         return page[1::2].tobytes()
