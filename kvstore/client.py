@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from kvstore.codecs import EXACT, is_within
 from kvstore.owners import by_owner, owner
 from kvstore.pages import PageLayout
 from kvstore.stored import StoredPage, codec_to_proto, layout_to_proto
@@ -136,12 +137,19 @@ class KvClient:
             self._spawn(gone.channel.close(self._config.release_deadline_s), f"close {gone.node_id}")
 
     async def match(
-        self, keys: Sequence[bytes], fragment_pages: int, *, deadline_s: float, wanted: Iterable[int] | None = None
+        self,
+        keys: Sequence[bytes],
+        fragment_pages: int,
+        *,
+        deadline_s: float,
+        wanted: Iterable[int] | None = None,
+        lossiest: str = EXACT,
     ) -> list[NodeMatch]:
         """Ask every owner at once for the pages of a prompt; return what came before `deadline_s`.
 
         keys: of the prompt's pages from position 0 on. wanted: indices to ask for; None asks for all.
-        deadline_s: instant of `boot_time_s`.
+        deadline_s: instant of `boot_time_s`. lossiest: the worst lineage that serves the caller; a lossier page is a
+        miss.
         Never raises for what a node does. A later answer is no match: its lease is given back.
         """
         now_s = boot_time_s()
@@ -149,7 +157,7 @@ class KvClient:
             return []
         groups = by_owner(keys, range(len(keys)) if wanted is None else wanted, fragment_pages, self._weights)
         asked = {
-            asyncio.create_task(self._ask(node, indices, keys, deadline_s)): node
+            asyncio.create_task(self._ask(node, indices, keys, deadline_s, lossiest)): node
             for node_id, indices in groups.items()
             if (node := self._owners[node_id]).silent_until_s <= now_s
         }
@@ -217,7 +225,7 @@ class KvClient:
     # -- one node --------------------------------------------------------------------------------------------------
 
     async def _ask(
-        self, node: _Owner, indices: Sequence[int], keys: Sequence[bytes], deadline_s: float
+        self, node: _Owner, indices: Sequence[int], keys: Sequence[bytes], deadline_s: float, lossiest: str
     ) -> NodeMatch | None:
         """None for a miss. Ends at the latest `late_s` after the deadline."""
         # The lease counts from before the request was sent: the node's own count begins later.
@@ -238,7 +246,7 @@ class KvClient:
             except ValueError as error:
                 logger.warning("storage node %s: page %s is a miss: %s", node.node_id, message.key.hex(), error)
                 continue
-            if page.key in index_of:
+            if page.key in index_of and is_within(page.lineage, lossiest):
                 pages[index_of[page.key]] = page
         match = NodeMatch(
             node_id=node.node_id,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from kvstore.arena import Arena, Extent
 from kvstore.client import KvClient, NodeMatch, PageOffer
+from kvstore.codecs import EXACT
 from kvstore.owners import fragment_pages
 from kvstore.pages import ColdPage
 from kvstore.plane import PagePlane
@@ -32,15 +33,20 @@ class StoredPages:
         self._staging = Arena(plane.region[plane.pool_bytes :])
         self._fragment_pages = fragment_pages(plane.layout.page_size)
 
-    async def fetch(self, keys: Sequence[bytes], wanted: Mapping[bytes, int], *, deadline_s: float) -> frozenset[int]:
+    async def fetch(
+        self, keys: Sequence[bytes], wanted: Mapping[bytes, int], *, deadline_s: float, lossiest: str = EXACT
+    ) -> frozenset[int]:
         """Bring stored pages into the pool.
 
         keys: of the prompt's pages from position 0 on. wanted: page ids of the pool by key; they belong to this call
-        until it returns, which is when nothing can land in them any more. deadline_s: instant of `boot_time_s`. Returns
-        the page ids that hold what their key says.
+        until it returns, which is when nothing can land in them any more. deadline_s: instant of `boot_time_s`.
+        lossiest: the worst lineage that serves the request.
+        Returns the page ids that hold what their key says, up to what the page's lineage has lost.
         """
         indices = [index for index, key in enumerate(keys) if key in wanted]
-        matches = await self._client.match(keys, self._fragment_pages, deadline_s=deadline_s, wanted=indices)
+        matches = await self._client.match(
+            keys, self._fragment_pages, deadline_s=deadline_s, wanted=indices, lossiest=lossiest
+        )
         filled = await asyncio.gather(*(self._bring(match, wanted, deadline_s) for match in matches))
         return frozenset().union(*filled)
 

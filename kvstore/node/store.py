@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.arena import Arena, Extent
-from kvstore.codecs import CODECS, Bytes, Codec
+from kvstore.codecs import CODECS, Bytes, Codec, is_within
 from kvstore.node.decisions import DigestExtents, Encoding, Lent, OfferedPage, OfferPlan, Written
 from kvstore.node.index import Copy, Index
 from kvstore.node.leases import Leases
@@ -231,10 +231,7 @@ class Store:
 
     def _has(self, page: OfferedPage) -> bool:
         copy = self._index.get(page.key)
-        return copy is not None and self._loss(copy.header.lineage) <= self._loss(page.lineage)
-
-    def _loss(self, codec: str) -> int:
-        return self._codecs[codec].loss
+        return copy is not None and is_within(copy.header.lineage, page.lineage, self._codecs)
 
     def _room(self, num_bytes: int, eviction: _Eviction) -> Extent | None:
         """An extent, evicting where needed. None if that cannot help, and then nothing is evicted."""

@@ -179,10 +179,10 @@ class Worker:
             offers.append(PageOffer(**{**fields, **changes}))
         return await self.client.offer(offers, self.card, LAYOUT, deadline_s=boot_time_s() + deadline_in_s)
 
-    async def match(self, num_pages: int, *, deadline_in_s: float = WAIT_S, wanted=None) -> list[NodeMatch]:
+    async def match(self, num_pages: int, *, deadline_in_s: float = WAIT_S, **options) -> list[NodeMatch]:
         keys = [key_of(number) for number in range(1, num_pages + 1)]
         deadline_s = boot_time_s() + deadline_in_s
-        return await self.client.match(keys, FRAGMENT_PAGES, deadline_s=deadline_s, wanted=wanted)
+        return await self.client.match(keys, FRAGMENT_PAGES, deadline_s=deadline_s, **options)
 
     async def fetch(self, num_pages: int) -> list[int]:
         """Numbers of the pages that came back, each checked byte by byte."""

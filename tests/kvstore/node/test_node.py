@@ -60,6 +60,43 @@ def test_without_lossless_pages_stay_as_they_are():
     run(body)
 
 
+def test_lossy_pages_are_misses_unless_the_reader_says_how_lossy_they_may_be():
+    async def body() -> None:
+        async with Cluster() as cluster:
+            node = await cluster.node("kv-0")
+            worker = await cluster.worker()
+            await worker.offer(2)
+            await worker.offer(1, lineage="fp8")
+            await worker.offer(3, lineage="nvfp4")
+            [exact] = await worker.match(3)
+            assert set(exact.pages) == {1}
+            [balanced] = await worker.match(3, lossiest="k-fp8-v-nvfp4")
+            assert {index: page.lineage for index, page in balanced.pages.items()} == {0: "fp8", 1: "raw"}
+            [compact] = await worker.match(3, lossiest="nvfp4")
+            assert set(compact.pages) == {0, 1, 2}
+            for match in (exact, balanced, compact):
+                await worker.client.release(match)
+            assert await worker.match(1) == []  # what is of no use is given back
+            assert node._keeper.store.num_evictable == 3
+
+    run(body)
+
+
+def test_a_better_lineage_takes_the_place_of_a_worse_one():
+    async def body() -> None:
+        async with Cluster() as cluster:
+            await cluster.node("kv-0")
+            worker = await cluster.worker()
+            assert (await worker.offer(1, lineage="nvfp4")).stored == {key_of(1)}
+            assert (await worker.offer(1, lineage="fp8")).stored == {key_of(1)}
+            assert (await worker.offer(1, lineage="nvfp4")).known == {key_of(1)}
+            assert await worker.fetch(1) == []
+            assert (await worker.offer(1)).stored == {key_of(1)}
+            assert await worker.fetch(1) == [1]
+
+    run(body)
+
+
 def test_each_fragment_is_with_its_owner_and_a_prompt_comes_from_all_of_them_at_once():
     async def body() -> None:
         async with Cluster() as cluster:
