@@ -82,7 +82,11 @@ def _run(
                 _ask(addresses, arguments.ask)
         if not arguments.daemon:
             progress.line("\nCtrl-C stops everything.")
-        launcher.watch()
+        try:
+            launcher.watch()
+        except LaunchError as error:
+            print(f"headrace: {error}", file=sys.stderr, flush=True)
+            launcher.kill(exit_code=1)
     except StopAsked as stop:
         progress.line(f"\n{stop}: stopping; once more stops at once")
         return 0 if is_ready else INTERRUPTED

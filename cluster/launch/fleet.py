@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.launch.errors import LaunchError, first_line
+from cluster.launch.errors import LaunchError, last_line
 from cluster.launch.plan import NodePlan
 from cluster.launch.ray_runtime import RayRuntime
 from cluster.launch.signals import StopSignals
@@ -78,9 +78,7 @@ class Fleet:
             try:
                 outcome: Started | StartFailed = ray.get(settled[0])
             except errors.RayActorError as error:
-                raise self._failure(
-                    f"its process ended while it started: {first_line(error)}", [member.plan]
-                ) from error
+                raise self._failure(f"its process ended while it started: {last_line(error)}", [member.plan]) from error
             if isinstance(outcome, StartFailed):
                 raise self._failure(outcome.reason, [member.plan])
             member.watch = NodeWatch(

@@ -110,11 +110,15 @@ class ClusterLauncher:
     def watch(self) -> NoReturn:
         """Keep the cluster: report nodes that die and come back, end those that hang, restart the catalog's server.
 
-        An exception ends it: StopAsked, or an error of Ray's that means that Ray itself is gone.
+        StopAsked ends it, and LaunchError if Ray itself has died; then only `kill` is left to do.
         """
         assert self._fleet is not None
+        assert self._ray is not None
         while True:
             self._signals.check()
+            dead_part = self._ray.dead_part()
+            if dead_part is not None:
+                raise LaunchError(f"Ray's {dead_part} died, and with it what starts nodes again; stopping everything")
             news = self._fleet.check(WATCH_S)
             for watch, verdict in news:
                 self._progress.event(f"{watch.node_id} (process {watch.pid}) {_NEWS[verdict]}")
@@ -135,7 +139,7 @@ class ClusterLauncher:
                 steps.callback(self._fleet.stop)
         self._fleet = self._ray = self._catalog = None
 
-    def kill(self) -> NoReturn:
+    def kill(self, exit_code: int = KILLED) -> NoReturn:
         """Stop without asking anybody, and end this process: Ray's client would wait for its Ray."""
         if self._run_folder is not None:
             end_processes(processes_in(self._run_folder / "cwd"), polite_s=0.0)
@@ -143,7 +147,7 @@ class ClusterLauncher:
             self._catalog.stop()
         self._clear(polite_s=0.0)
         self._progress.line("stopped at once")
-        os._exit(KILLED)
+        os._exit(exit_code)
 
     def _clear(self, *, polite_s: float) -> None:
         for port in self._ports:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
-from cluster.launch.errors import LaunchError, first_line
+from cluster.launch.errors import LaunchError, last_line
 from cluster.launch.plan import NodePlan
 from cluster.launch.signals import StopAsked
+from cluster.spec import parse_host_port
 
+CONNECT_S = 5.0
 OBJECT_STORE_BYTES = 80 << 20
 """Close to the least that Ray takes: nothing of ours travels through its object store."""
 
@@ -21,6 +24,8 @@ _ENVIRONMENT = {
 }
 
 
+_ESSENTIAL = ("gcs_server", "raylet")
+"""Without the first nothing is started again, without the second nothing goes on."""
 _LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     # Despite its name: with 0, Ray listens on the loopback address instead of the machine's.
@@ -64,6 +69,8 @@ class RayRuntime:
         import ray
         import ray.exceptions
 
+        if not self.is_local:
+            _check_reachable(self._address)
         options: dict[str, Any] = {}
         if self.is_local:
             options = {
@@ -81,7 +88,7 @@ class RayRuntime:
             )
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             what = "ray did not start" if self.is_local else f"ray at {self._address} cannot be joined"
-            raise LaunchError(f"{what}: {first_line(error)}") from error
+            raise LaunchError(f"{what}: {last_line(error)}") from error
         except SystemExit as error:  # what Ray makes of SIGTERM meanwhile
             raise StopAsked("SIGTERM") from error
         finally:
@@ -111,8 +118,16 @@ class RayRuntime:
             return actor_class.options(**options).remote(plan, None if log_file is None else str(log_file))
         except ValueError as error:  # somebody has an actor of this name
             raise LaunchError(
-                f"{plan.node_id}: {first_line(error)}; does the cluster run on this Ray already?"
+                f"{plan.node_id}: {last_line(error)}; does the cluster run on this Ray already?"
             ) from error
+
+    def dead_part(self) -> str | None:
+        """Which process that our own Ray cannot do without has died; None if all live. Ray itself would wait on."""
+        import ray._private.worker
+
+        node = ray._private.worker._global_node
+        dead = {kind for kind, _ in node.dead_processes()} if self.is_local and node is not None else set()
+        return next((part for part in _ESSENTIAL if part in dead), None)
 
     def end_process(self, actor: Any, pid: int) -> None:
         """End an actor's process that does not answer, so that Ray starts another one."""
@@ -129,6 +144,15 @@ class RayRuntime:
         import ray
 
         ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raise LaunchError if nobody listens there: Ray itself would try for minutes."""
+    target = parse_host_port(address)
+    try:
+        socket.create_connection((target.host, target.port), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise LaunchError(f"ray at {address} (ray.address of the spec): {error.strerror or error}") from error
 
 
 def _silence_crash_notices() -> None:

@@ -47,6 +47,9 @@ class StopSignals:
         self._raise_at_once = True
         try:
             yield
+        except StopAsked as asked:  # perhaps from a library that had put a handler of its own in our place
+            self._asked = str(asked)
+            raise
         except BaseException:
             self.check()
             raise

@@ -163,6 +163,17 @@ def test_a_cluster_whose_launcher_was_killed_can_be_started_again_and_stopped_at
     assert nothing_left(second)
 
 
+def test_a_cluster_whose_ray_dies_ends_with_an_error_instead_of_waiting(home: Path, folder: Path) -> None:
+    up = Terminal(home, "up", "--spec", spec(home, folder))
+    up.until("Ctrl-C stops everything")
+    run = run_folder(home)
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0] for pid in processes_in(run / "cwd")}
+    os.kill(next(pid for pid, command in commands.items() if command.endswith(b"/raylet")), signal.SIGKILL)
+    assert up.exit_code() == 1
+    assert "headrace: Ray's raylet died" in up.text
+    assert nothing_left(run)
+
+
 def test_a_node_that_cannot_start_stops_the_cluster_and_says_why(home: Path, folder: Path) -> None:
     empty = tiny_model(home / "no-weights")
     up = Terminal(home, "up", "--spec", spec(home, folder, weights=str(empty)))
