@@ -136,10 +136,15 @@ class Grouped(Codec):
         num_groups = layout.num_kv_heads * layout.num_layers
         scales_end = HEADER_BYTES + 8 * num_groups
         scales = np.frombuffer(stored[HEADER_BYTES:scales_end].tobytes(), "<f4").reshape(num_groups, 2)
-        largest = _LARGEST[layout.dtype] * _SLACK / np.array([self.keys.largest, self.values.largest])
-        if not ((scales >= SMALLEST_SCALE) & (scales <= largest)).all():
+        highest = [highest_scale(side, layout) for side in (self.keys, self.values)]
+        if not ((scales >= SMALLEST_SCALE) & (scales <= highest)).all():
             raise CorruptPage(self.name, f"a scale is out of bounds for {layout.dtype}")
         return scales, stored[scales_end:].reshape(num_groups, -1)
+
+
+def highest_scale(side: Format, layout: PageLayout) -> float:
+    """No encoder writes a higher one; with it, no code overflows the page's dtype."""
+    return _LARGEST[layout.dtype] * _SLACK / side.largest
 
 
 def _shift(layout: PageLayout) -> np.uint32:
