@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -34,12 +34,15 @@ class RouterConfig:
     """Predictions within this fraction of the best one count as equal to it: the less loaded worker wins then."""
     near_s: float = 0.005
     """The same in seconds, for predictions near zero."""
+    unreported_s: float = 5.0
+    """A placement counts until the node's next load report, but no longer than this: while the control plane is away
+    no report comes."""
 
     def __post_init__(self) -> None:
         for name in ("max_prefill_peers", "local_prefill_max_tokens", "growth_reserve_tokens", "near", "near_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
-        for name in ("max_candidates", "default_prefill_tokens_per_s", "default_link_bytes_per_s"):
+        for name in ("max_candidates", "default_prefill_tokens_per_s", "default_link_bytes_per_s", "unreported_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
@@ -94,6 +97,34 @@ class _Sent:
     """To decode."""
 
 
+@dataclass(kw_only=True, slots=True)
+class _Unreported:
+    """All work given to one node since its last load report, oldest first, and its sums."""
+
+    tokens: int = 0
+    pages: int = 0
+    requests: int = 0
+    _sent: deque[_Sent] = field(default_factory=deque)
+
+    def add(self, sent: _Sent) -> None:
+        self._sent.append(sent)
+        self._count(sent, 1)
+
+    def forget(self, until_s: float) -> bool:
+        """Drop what was given at `until_s` or before. Says whether anything is left."""
+        while self._sent and self._sent[0].at_s <= until_s:
+            self._count(self._sent.popleft(), -1)
+        return bool(self._sent)
+
+    def _count(self, sent: _Sent, sign: int) -> None:
+        self.tokens += sign * sent.tokens
+        self.pages += sign * sent.pages
+        self.requests += sign * sent.requests
+
+
+_NOTHING_SENT = _Unreported()
+
+
 class Router:
     """Ranks the places for a job by predicted time to first token.
 
@@ -101,40 +132,47 @@ class Router:
 
     A page counts as cached if the worker that would compute it holds it or can pull it: a prefill worker from the
     decode worker or a storage node. Loads are some heartbeats old, so what this router itself placed since a node's
-    last report is added to that node's queue. The view is a hint: the worker has the last word.
+    last report is added to that node's queue, for `unreported_s` at the most. The view is a hint: the worker has the
+    last word.
     """
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self._sent: dict[Peer, list[_Sent]] = {}
+        self._unreported: dict[Peer, _Unreported] = {}
         self._turn = 0
 
     def workers(self, view: ClusterView, model: str) -> list[NodeView]:
         """The decode workers that could take a request for `model` now."""
         return [node for node in view.with_role(Role.DECODE) if _serves(node, model) and node.load.ready]
 
-    def routes(self, view: ClusterView, job: Job) -> list[Route]:
-        """Places for `job`, best first, at most `max_candidates`. Empty if no decode worker of the model is ready."""
+    def routes(self, view: ClusterView, job: Job, now_s: float) -> list[Route]:
+        """Places for `job`, best first, at most `max_candidates`. Empty if no decode worker of the model is ready.
+
+        now_s: by the clock that the view's `loaded_at_s` and `placed` use.
+        """
         workers = self.workers(view, job.model)
-        self._forget_reported(view)
+        self._forget_reported(view, now_s)
         routes = [self._route(view, job, worker) for worker in workers]
         return self._rank(routes, {worker.peer: self._occupancy(worker) for worker in workers})
 
     def placed(self, route: Route, now_s: float) -> None:
         """Remember that a job went there, until the nodes' next load reports say so themselves."""
         computing = route.prefill[0] if route.prefill else route.decode
-        self._sent.setdefault(route.decode, []).append(_Sent(now_s, 0, route.needed_pages, 1))
-        self._sent.setdefault(computing, []).append(_Sent(now_s, route.uncached_tokens, 0, 0))
+        self._send(route.decode, _Sent(now_s, 0, route.needed_pages, 1))
+        self._send(computing, _Sent(now_s, route.uncached_tokens, 0, 0))
 
-    def _forget_reported(self, view: ClusterView) -> None:
+    def _send(self, peer: Peer, sent: _Sent) -> None:
+        self._unreported.setdefault(peer, _Unreported()).add(sent)
+
+    def _forget_reported(self, view: ClusterView, now_s: float) -> None:
         loaded_at_s = {node.peer: node.loaded_at_s for node in view.nodes.values()}
-        for peer, sent in list(self._sent.items()):
-            since_s = loaded_at_s.get(peer, math.inf)
-            kept = [item for item in sent if item.at_s > since_s]
-            if kept:
-                self._sent[peer] = kept
-            else:
-                del self._sent[peer]
+        for peer, unreported in list(self._unreported.items()):
+            is_gone = peer not in loaded_at_s
+            if is_gone or not unreported.forget(max(loaded_at_s[peer], now_s - self._config.unreported_s)):
+                del self._unreported[peer]
+
+    def _sent(self, node: NodeView) -> _Unreported:
+        return self._unreported.get(node.peer, _NOTHING_SENT)
 
     def _route(self, view: ClusterView, job: Job, worker: NodeView) -> Route:
         fingerprint = worker.fingerprint
@@ -143,7 +181,7 @@ class Router:
         growth = self._config.growth_reserve_tokens if job.max_tokens is None else job.max_tokens
         pages = -(-(len(job.token_ids) + growth) // fingerprint.page_size)
         needed = max(0, pages - here.bit_count())
-        room = worker.load.pages_free - sum(item.pages for item in self._sent.get(worker.peer, ()))
+        room = worker.load.pages_free - self._sent(worker).pages
         prefill: tuple[Peer, ...] = ()
         uncached = len(job.token_ids) - here.bit_count() * fingerprint.page_size
         ttft_s = self._queue_s(worker) + uncached / self._prefill_rate(worker)
@@ -206,12 +244,10 @@ class Router:
         return items[start:] + items[:start]
 
     def _occupancy(self, node: NodeView) -> int:
-        sent = sum(item.requests for item in self._sent.get(node.peer, ()))
-        return node.load.running + node.load.waiting + sent
+        return node.load.running + node.load.waiting + self._sent(node).requests
 
     def _queue_s(self, node: NodeView) -> float:
-        queued = node.load.queued_tokens + sum(item.tokens for item in self._sent.get(node.peer, ()))
-        return queued / self._prefill_rate(node)
+        return (node.load.queued_tokens + self._sent(node).tokens) / self._prefill_rate(node)
 
     def _prefill_rate(self, node: NodeView) -> float:
         return node.load.prefill_tokens_per_s or self._config.default_prefill_tokens_per_s

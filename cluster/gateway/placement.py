@@ -118,7 +118,7 @@ class Placer:
     ) -> tuple[tuple[Attempt, Accepted] | None, dict[Route, Rejected | Lost]]:
         """Ask the candidates in order. Returns the accepted attempt if there is one, and who refused and why."""
         refusals: dict[Route, Rejected | Lost] = {}
-        for route in self._router.routes(self._watcher.view, job):
+        for route in self._router.routes(self._watcher.view, job, self._clock()):
             if self._closed is not None:
                 break
             answer = await self._ask(route, start)

@@ -44,7 +44,7 @@ def job(prompt: list[int] = PROMPT, max_tokens: int | None = 10) -> Job:
 
 
 def placements(router: Router, view: ClusterView, *jobs: Job) -> list[tuple[str, list[str]]]:
-    routes = [router.routes(view, item)[0] for item in jobs]
+    routes = [router.routes(view, item, 0.0)[0] for item in jobs]
     return [(route.decode.node_id, [peer.node_id for peer in route.prefill]) for route in routes]
 
 
@@ -54,14 +54,14 @@ def test_without_a_ready_decode_worker_of_the_model_there_is_no_route():
     add(view, Role.DECODE, "cold", ready=False)
     add(view, Role.DECODE, "other", fingerprint=Fingerprint(model="other", page_size=PAGE, wire_version=WIRE_VERSION))
     add(view, Role.DECODE, "newer", fingerprint=Fingerprint(model="m", page_size=PAGE, wire_version=WIRE_VERSION + 1))
-    assert Router(RouterConfig()).routes(view, job()) == []
+    assert Router(RouterConfig()).routes(view, job(), 0.0) == []
 
 
 def test_the_time_to_the_first_token_is_queue_and_uncached_tokens_and_bytes_over_measured_rates():
     view = ClusterView()
     add(view, Role.DECODE, "d0", KEYS[:10], pull_bytes_per_s=1e5)
     add(view, Role.PREFILL, "p0", KEYS[:4], queued_tokens=500, prefill_tokens_per_s=2000.0, pull_bytes_per_s=2e5)
-    (route,) = Router(RouterConfig()).routes(view, job())
+    (route,) = Router(RouterConfig()).routes(view, job(), 0.0)
     assert route.uncached_tokens == 1000 - 10 * PAGE
     queue_s, compute_s = 500 / 2000, (1000 - 160) / 2000
     into_prefill_s, into_decode_s = 6 * 1000 / 2e5, 53 * 1000 / 1e5  # 63 pages in all, the tail page among them
@@ -86,7 +86,7 @@ def test_pages_of_storage_nodes_count_as_cached_for_everybody_who_can_pull_them(
     add(view, Role.PREFILL, "p0")
     add(view, Role.KV, "k0", KEYS[:20])
     add(view, Role.KV, "k1", KEYS[30:40])
-    (route,) = Router(RouterConfig()).routes(view, job())
+    (route,) = Router(RouterConfig()).routes(view, job(), 0.0)
     assert route.uncached_tokens == 1000 - 30 * PAGE
 
 
@@ -95,7 +95,7 @@ def test_short_and_mostly_cached_prompts_get_no_prefill_peers(num_held: int, is_
     view = ClusterView()
     add(view, Role.DECODE, "d0", KEYS[:num_held])
     add(view, Role.PREFILL, "p0")
-    (route,) = Router(RouterConfig(local_prefill_max_tokens=264)).routes(view, job())
+    (route,) = Router(RouterConfig(local_prefill_max_tokens=264)).routes(view, job(), 0.0)
     assert (route.prefill == ()) is is_local
 
 
@@ -103,7 +103,7 @@ def test_the_page_with_the_last_token_never_counts_as_cached():
     view = ClusterView()
     prompt = PROMPT[: 4 * PAGE]
     add(view, Role.DECODE, "d0", KEYS[:4])
-    (route,) = Router(RouterConfig()).routes(view, job(prompt))
+    (route,) = Router(RouterConfig()).routes(view, job(prompt), 0.0)
     assert route.uncached_tokens == PAGE
 
 
@@ -128,7 +128,7 @@ def test_a_worker_with_room_comes_before_one_without():
     view = ClusterView()
     add(view, Role.DECODE, "full", KEYS[:60], pages_free=2)
     add(view, Role.DECODE, "empty", pages_free=64)
-    routes = Router(RouterConfig()).routes(view, job(max_tokens=16))
+    routes = Router(RouterConfig()).routes(view, job(max_tokens=16), 0.0)
     assert [(route.decode.node_id, route.has_room, route.needed_pages) for route in routes] == [
         ("empty", True, 64),
         ("full", False, 4),
@@ -138,7 +138,7 @@ def test_a_worker_with_room_comes_before_one_without():
 def test_a_client_that_names_no_limit_is_given_the_growth_reserve():
     view = ClusterView()
     add(view, Role.DECODE, "d0")
-    (route,) = Router(RouterConfig(growth_reserve_tokens=160)).routes(view, job(PROMPT[:16], max_tokens=None))
+    (route,) = Router(RouterConfig(growth_reserve_tokens=160)).routes(view, job(PROMPT[:16], max_tokens=None), 0.0)
     assert route.needed_pages == 11
 
 
@@ -167,21 +167,36 @@ def test_what_was_placed_since_the_last_load_report_counts_as_queued_until_the_n
     for index in range(2):
         add(view, Role.PREFILL, f"p{index}", queued_tokens=index * 700)
     router = Router(RouterConfig())
-    (route,) = router.routes(view, job())
+    (route,) = router.routes(view, job(), 0.0)
     assert [peer.node_id for peer in route.prefill] == ["p0", "p1"]
     router.placed(route, now_s=5.0)
-    (route,) = router.routes(view, job())
+    (route,) = router.routes(view, job(), 5.5)
     assert [peer.node_id for peer in route.prefill] == ["p1", "p0"]
     for node in view.nodes.values():
         node.loaded_at_s = 6.0
-    (route,) = router.routes(view, job())
+    (route,) = router.routes(view, job(), 6.0)
     assert [peer.node_id for peer in route.prefill] == ["p0", "p1"]
+
+
+def test_while_the_control_plane_is_away_placements_count_for_a_few_seconds_and_no_longer():
+    view = ClusterView()
+    add(view, Role.DECODE, "d0", pages_free=640)
+    add(view, Role.PREFILL, "p0")
+    router = Router(RouterConfig(unreported_s=5.0))
+    (fresh,) = router.routes(view, job(), 100.0)
+    for number in range(20_000):
+        router.placed(fresh, now_s=101.0 + number / 10_000)
+    (crowded,) = router.routes(view, job(), 103.0)
+    assert (fresh.has_room, crowded.has_room) == (True, False)
+    assert crowded.ttft_s > fresh.ttft_s
+    (later,) = router.routes(view, job(), 108.0)  # no load report came
+    assert later == fresh, "requests flow on the last snapshot"
 
 
 def test_unmeasured_rates_have_stated_defaults():
     view = ClusterView()
     add(view, Role.DECODE, "d0", prefill_tokens_per_s=0.0, pull_bytes_per_s=0.0)
-    (route,) = Router(RouterConfig(default_prefill_tokens_per_s=500.0)).routes(view, job())
+    (route,) = Router(RouterConfig(default_prefill_tokens_per_s=500.0)).routes(view, job(), 0.0)
     assert route.ttft_s == pytest.approx(2.0)
 
 
@@ -189,7 +204,7 @@ def test_tenants_share_no_keys():
     view = ClusterView()
     add(view, Role.DECODE, "d0", KEYS)
     salted = Job(model="m", token_ids=PROMPT, max_tokens=10, tenant_salt=b"tenant")
-    (route,) = Router(RouterConfig()).routes(view, salted)
+    (route,) = Router(RouterConfig()).routes(view, salted, 0.0)
     assert route.uncached_tokens == 1000
 
 
