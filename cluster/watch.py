@@ -67,6 +67,7 @@ class Watcher:
         wait_s = self._reconnect_min_s
         logged = ""
         while True:
+            failed = False
             try:
                 await self._session()
                 reason = "the control plane closed the stream"
@@ -74,10 +75,15 @@ class Watcher:
                 reason = error.code().name
             except TimeoutError:
                 reason = "no snapshot"
+            except Exception as error:
+                # A message that the view cannot take, say. A fresh snapshot mends what it left half done.
+                logger.exception("watching the control plane at %s failed", self._address)
+                reason, failed = type(error).__name__, True
             if self.connected:
                 self.connected = False
-                wait_s = self._reconnect_min_s
-                logged = ""
+                if not failed:  # Else the next attempt may fail as quickly, and as often as it is made.
+                    wait_s = self._reconnect_min_s
+                    logged = ""
             if reason != logged:
                 logger.warning("no news from the control plane at %s, its last view is kept: %s", self._address, reason)
                 logged = reason

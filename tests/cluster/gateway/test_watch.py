@@ -142,6 +142,44 @@ async def changed_until(watcher: Watcher, node_ids: set[str]) -> None:
             await watcher.change.wait()
 
 
+class OnceConfusedView(ClusterView):
+    """Raises at the first change of a node, as a bug or a message from another version would make it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.confused_by: control_pb2.WatchResponse | None = None
+
+    def apply(self, response: control_pb2.WatchResponse, now_s: float) -> bool:
+        if self.confused_by is None and response.WhichOneof("event") == "node":
+            self.confused_by = response
+            raise KeyError("a field of the future")
+        return super().apply(response, now_s)
+
+
+def test_a_watcher_that_fails_on_a_message_says_so_and_watches_on(caplog):
+    async def scenario() -> None:
+        def register(server: grpc.aio.Server) -> list[str]:
+            service = WatchServer(snapshot(state("d0")), node(state("d1")))
+            control_pb2_grpc.add_ControlServiceServicer_to_server(service, server)
+            return []
+
+        server = await serve(register, host="127.0.0.1")
+        view = OnceConfusedView()
+        watcher = Watcher(view, server.address, "g0", reconnect_min_s=0.01, reconnect_max_s=0.05)
+        await watcher.start()
+        try:
+            await changed_until(watcher, {"d0", "d1"})
+            assert view.confused_by is not None
+        finally:
+            await watcher.stop()
+            await server.stop(0)
+
+    asyncio.run(scenario())
+    (failure,) = [record for record in caplog.records if record.exc_info]
+    assert "a field of the future" in caplog.text
+    assert failure.name == "cluster.watch"
+
+
 def test_a_watcher_keeps_its_view_while_the_control_plane_is_away_and_finds_the_next_one():
     async def scenario() -> None:
         def register(service: WatchServer):
