@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,6 +20,8 @@ Body = TypeVar("Body", bound=BaseModel)
 MAX_STOP_CHARS = 1024
 """Of one stop string: the output is held back by as much."""
 MAX_LOGIT_BIASES = 1024
+SMALLEST_FLOAT32 = 2.0**-126
+"""Positive and normal: arithmetic that flushes subnormal numbers leaves it alone."""
 
 
 def _token_biases(value: dict[str, float]) -> dict[str, float]:
@@ -30,6 +33,17 @@ def _token_biases(value: dict[str, float]) -> dict[str, float]:
         if not -100 <= bias <= 100:
             raise PydanticCustomError("invalid_value", "values must be from -100 to 100, got {value}", {"value": bias})
     return value
+
+
+def _float32(value: float) -> float:
+    """As workers get it: the wire has 32 bits, in which numbers below 1e-45 are 0."""
+    rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    return rounded
+
+
+def _top_p(value: float) -> float:
+    """0 keeps the likeliest token alone, as does any other number that is small enough."""
+    return max(_float32(value), SMALLEST_FLOAT32)
 
 
 def _one_or_many(value: Any) -> str:
@@ -55,11 +69,12 @@ class SamplingFields(StrictModel):
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1), AfterValidator(_top_p)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """0 and -1 keep every token."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.001, le=10)] | None = None
+    """Logits are divided by it: much smaller ones would overflow."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None

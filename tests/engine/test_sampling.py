@@ -108,6 +108,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
     assert set(_draws(logits, 300, top_p=0.69)) == {0, 1}
     assert set(_draws(logits, 300, top_p=0.95)) == {0, 1, 2, 3}
     assert set(_draws(logits, 300, top_p=1e-9)) == {0}
+    assert set(_draws(logits, 300, top_p=2.0**-126)) == {0}  # what gateways make of 0
 
 
 def test_min_p_is_relative_to_the_best():
@@ -170,6 +171,7 @@ def test_extreme_parameters_choose_a_token_all_the_same():
         {"temperature": 1e6},
         {"temperature": 1e-4, "top_p": 0.5},
         {"temperature": 1.0, "top_p": 1e-12, "min_p": 1.0, "top_k": 1},
+        {"temperature": 1.0, "repetition_penalty": 1e-3},
         {"temperature": 1.0, "repetition_penalty": 1e6, "presence_penalty": 1e6, "frequency_penalty": -1e6},
         {"temperature": 1.0, "logit_bias": {0: -1e6, 1: 1e6}},
     ):

@@ -228,6 +228,17 @@ def test_sampling_fields_reach_the_worker(model_folder: Path):
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("top_p", [0, 1e-46, 1e-40])
+def test_a_top_p_of_zero_or_next_to_it_reaches_the_worker_as_a_positive_number(model_folder: Path, top_p: float):
+    async def scenario() -> None:
+        async with serving(model_folder, Script(output=[])) as harness:
+            response = await harness.chat(top_p=top_p)
+            assert response.status_code == 200, response.text
+            assert 0 < harness.workers[0].starts[0].sampling.top_p < 1e-37
+
+    asyncio.run(scenario())
+
+
 def test_what_a_client_leaves_out_or_null_is_openais_default_and_every_request_has_a_seed(model_folder: Path):
     async def scenario() -> None:
         async with serving(model_folder, Script(output=[])) as harness:

@@ -97,6 +97,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 1.5}, "top_k"),
     ({"min_p": 2}, "min_p"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-46}, "repetition_penalty"),
     ({"repetition_penalty": -1}, "repetition_penalty"),
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),

@@ -109,6 +109,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"text": "x", "top_p": 1.5}, "top_p"),
     ({"text": "x", "min_p": -0.5}, "min_p"),
     ({"text": "x", "repetition_penalty": 0}, "repetition_penalty"),
+    ({"text": "x", "repetition_penalty": 1e-46}, "repetition_penalty"),
     ({"text": "x", "presence_penalty": 5}, "presence_penalty"),
     ({"text": "x", "frequency_penalty": -5}, "frequency_penalty"),
     ({"text": "x", "logit_bias": {99_999: 1.0}}, "logit_bias"),
@@ -153,6 +154,16 @@ def test_a_stream_that_cannot_be_finished_ends_with_a_status(model_folder: Path)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await generate(stub, text="x")
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("top_p", [0, 1e-46, 1e-40])
+def test_a_top_p_of_zero_or_next_to_it_reaches_the_worker_as_a_positive_number(model_folder: Path, top_p: float):
+    async def scenario() -> None:
+        async with calling(model_folder, Script(output=[])) as (harness, stub):
+            await generate(stub, text="x", top_p=top_p)
+            assert 0 < harness.workers[0].starts[0].sampling.top_p < 1e-37
 
     asyncio.run(scenario())
 
