@@ -52,6 +52,8 @@ class Handover:
     attempt: Attempt | None
     lent_pages: tuple[int, ...]
     """Pinned LEASE_OUT until returned."""
+    heard_s: float
+    """When the peer last said something."""
     card: Card | None = None
     announced: set[int] = field(default_factory=set)
     """Page indices."""

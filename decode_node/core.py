@@ -44,15 +44,17 @@ Instruction = AskPrefill | CancelPrefill | ReleasePrefill | Pull | StopPull | Of
 class DecodeCoreConfig:
     local_prefill_max_tokens: int = 64
     """Prompts with at most this many uncached tokens are computed here, without a prefill worker."""
-    pull_deadline_s: float = 10.0
+    pull_deadline_s: float = 5.0
     """Seconds from an announcement to the landing of its pages; then the next prefill worker is asked."""
     grace_s: float = 10.0
     """Seconds for which lent pages stay after a stream broke: the peer may still be reading."""
+    peer_silence_s: float = 30.0
+    """Seconds without a message after which a prefill worker is given up; a working one says something every 5."""
 
     def __post_init__(self) -> None:
         if self.local_prefill_max_tokens < 0:
             raise ValueError(f"local_prefill_max_tokens must be >= 0, got {self.local_prefill_max_tokens}")
-        for name in ("pull_deadline_s", "grace_s"):
+        for name in ("pull_deadline_s", "grace_s", "peer_silence_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
@@ -135,8 +137,10 @@ class DecodeCore:
         for output in self._report.outputs:
             self._output(output, now_s)
         for handover in list(self._handovers.values()):
+            if handover.attempt is not None and now_s >= handover.heard_s + self.config.peer_silence_s:
+                self._fail(handover, f"prefill worker {handover.peer.node_id} is silent", now_s)
             self._let_go(handover, now_s)
-        self._instructions.extend(self.write_back.due())
+        self._instructions.extend(self.write_back.due(self.engine.room_pages))
 
     def measured(self, seconds: float) -> None:
         self.rates.measured(self._report, seconds)
@@ -152,7 +156,7 @@ class DecodeCore:
             waiting=self.num_waiting,
             queued_tokens=self.engine.queued_tokens,
             tokens_generated=self._tokens_generated,
-            held_for_the_lost=sum(len(handover.lent_pages) for handover in lost),
+            held_for_the_lost=[page for handover in lost for page in handover.lent_pages],
         )
 
     # Attempts.
@@ -190,7 +194,7 @@ class DecodeCore:
         if not start.peers or num_tokens - sequence.cached_tokens <= self.config.local_prefill_max_tokens:
             self.engine.compute(sequence)
         else:
-            self._ask_next_peer(attempt, "no prefill worker was asked", now_s)
+            self._ask_next_peer(attempt, Failed(FailureCode.ABORTED, "no prefill worker was asked"), now_s)
 
     def _output(self, output: StepOutput, now_s: float) -> None:
         attempt = self._by_sequence[output.sequence.arrival]
@@ -222,10 +226,10 @@ class DecodeCore:
 
     # Handovers.
 
-    def _ask_next_peer(self, attempt: Attempt, why: str, now_s: float) -> None:
-        """Ask for the complement of what is here."""
+    def _ask_next_peer(self, attempt: Attempt, otherwise: Failed, now_s: float) -> None:
+        """Ask for the complement of what is here; end with `otherwise` where nobody is left to ask."""
         if not attempt.peers:
-            self._end(attempt, Failed(FailureCode.ABORTED, why), now_s)
+            self._end(attempt, otherwise, now_s)
             return
         sequence, start = attempt.sequence, attempt.start
         lent = tuple(
@@ -240,6 +244,7 @@ class DecodeCore:
             peer=attempt.peers.popleft(),
             attempt=attempt,
             lent_pages=tuple(entry.page for entry in lent),
+            heard_s=now_s,
         )
         self._handovers[handover.handover_id] = handover
         attempt.handover = handover
@@ -262,9 +267,12 @@ class DecodeCore:
         handover = self._handovers.get(event.handover_id)
         if handover is None:
             return
+        handover.heard_s = now_s
         match event:
             case PeerAccepted():
                 handover.card = event.card
+                if event.card.incarnation != handover.peer.incarnation:
+                    self._fail(handover, f"prefill worker {handover.peer.node_id} was replaced", now_s)
             case PeerPages():
                 self._pages_ready(handover, event, now_s)
             case PeerDone():
@@ -273,7 +281,7 @@ class DecodeCore:
                 self._complete_if_whole(handover, now_s)
             case PeerFailed():
                 handover.peer_ended = True
-                self._fail(handover, f"prefill worker {handover.peer.node_id}: {event.message}", now_s)
+                self._fail(handover, f"prefill worker {handover.peer.node_id}: {event.message}", now_s, event.code)
             case PeerBroken():
                 handover.broken_at_s = now_s
                 if handover.done is None:
@@ -282,7 +290,7 @@ class DecodeCore:
 
     def _pages_ready(self, handover: Handover, event: PeerPages, now_s: float) -> None:
         attempt = handover.attempt
-        if attempt is None:
+        if attempt is None or not event.pages:
             return
         if (problem := self._problem(attempt.sequence, handover, event.pages)) is not None:
             self._fail(handover, f"prefill worker {handover.peer.node_id}: {problem}", now_s)
@@ -341,10 +349,13 @@ class DecodeCore:
         finish = self.engine.start_decoding(sequence, handover.done.first)
         self._output(StepOutput(sequence, token=handover.done.first, finish=finish), now_s)
 
-    def _fail(self, handover: Handover, why: str, now_s: float) -> None:
-        """Keep what counted and ask the next prefill worker for the rest."""
+    def _fail(self, handover: Handover, why: str, now_s: float, code: FailureCode = FailureCode.ABORTED) -> None:
+        """Keep what counted and ask the next prefill worker for the rest; but not where it would fail there too."""
         attempt = handover.attempt
         if attempt is None:
+            return
+        if code in (FailureCode.INVALID, FailureCode.INTERNAL):
+            self._end(attempt, Failed(code, why), now_s)
             return
         whole = all(
             self.engine.abandon(attempt.sequence, index)
@@ -354,7 +365,7 @@ class DecodeCore:
         )
         self._detach(attempt, handover, now_s)
         if whole:
-            self._ask_next_peer(attempt, why, now_s)
+            self._ask_next_peer(attempt, Failed(code, why), now_s)
         else:
             self._end(attempt, Failed(FailureCode.ABORTED, f"{why}; no room to ask another"), now_s)
 

@@ -64,6 +64,8 @@ class PeerAccepted:
 
 @dataclass(frozen=True, slots=True)
 class PeerPages:
+    """Without pages it says only that the prefill worker is at it."""
+
     handover_id: int
     pages: tuple[PageRef, ...]
 
@@ -83,6 +85,7 @@ class PeerFailed:
     """The prefill worker gave up; its own reads have settled."""
 
     handover_id: int
+    code: FailureCode
     message: str
 
 

@@ -38,6 +38,8 @@ _FAILURE = {
     FailureCode.INTERNAL: worker_pb2.FAILURE_CODE_INTERNAL,
 }
 
+_CODES = {number: code for code, number in _FAILURE.items()}
+
 
 def start_attempt(session: str, message: worker_pb2.StartAttempt) -> StartAttempt:
     """Raises ValueError for sampling parameters that the engine refuses."""
@@ -82,7 +84,8 @@ def from_prefill(
             first = sampled(done.first_token, done.first_logprobs if done.HasField("first_logprobs") else None)
             return PeerDone(handover_id, first, done.num_pages, done.computed_tokens)
         case "failed":
-            return PeerFailed(handover_id, response.failed.message)
+            code = _CODES.get(response.failed.code, FailureCode.ABORTED)
+            return PeerFailed(handover_id, code, response.failed.message)
     raise ValueError("a response of the prefill worker is empty")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.core import EngineCore, StepReport
-from kvstore.pages import Owner, Rate, WriteBack
+from kvstore.pages import Owner, PinKind, Rate, WriteBack
 
 
 class Rates:
@@ -61,15 +62,19 @@ def worker_stats(
     waiting: int = 0,
     queued_tokens: int = 0,
     tokens_generated: int = 0,
-    held_for_the_lost: int = 0,
+    held_for_the_lost: Iterable[int] = (),
 ) -> WorkerStats:
-    """held_for_the_lost: tree pages that are pinned only since a stream broke; they count as quarantined."""
+    """held_for_the_lost: pages leased out on streams that broke. Those that nobody else needs count as quarantined."""
     ledger = engine.cache.ledger
+    held = sum(
+        ledger.owner(page) is Owner.TREE and ledger.pins(page) == ledger.pins(page, PinKind.LEASE_OUT)
+        for page in set(held_for_the_lost)
+    )
     return WorkerStats(
         pages_total=ledger.num_pages,
         pages_free=ledger.pages_free,
         pages_cached=engine.cache.num_cached,
-        pages_quarantined=ledger.count(Owner.QUARANTINED) + held_for_the_lost,
+        pages_quarantined=ledger.count(Owner.QUARANTINED) + held,
         running=running,
         waiting=waiting,
         queued_tokens=queued_tokens,

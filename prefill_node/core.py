@@ -10,7 +10,7 @@ from typing import Literal
 from engine.core import EngineCore, NoRoom, StepOutput, StepReport
 from engine.sequence import Sequence
 from engine.stats import Rates, WorkerStats, worker_stats
-from kvstore.pages import EvictPrefixes, OfferPages, OfferSettled, Owner, PinKind, StorageChanged, WriteBack, salted
+from kvstore.pages import EvictPrefixes, OfferPages, OfferSettled, PinKind, StorageChanged, WriteBack, salted
 from kvstore.refs import PageRef, StopPull, pull_of
 from kvstore.transport import Pull, PullExpired, PullSettled
 from prefill_node.job import Job, JobState, Landing
@@ -143,14 +143,13 @@ class PrefillCore:
                 job.released = True
                 self._forget_if_over(job)
         self._admit(now_s)
-        self._instructions.extend(self.write_back.due())
+        self._instructions.extend(self.write_back.due(self.engine.room_pages))
 
     def measured(self, seconds: float) -> None:
         self.rates.measured(self._report, seconds)
 
     def stats(self) -> WorkerStats:
         """For the step loop's thread."""
-        ledger = self.engine.cache.ledger
         lost = [page for job in self._jobs.values() if job.broken_at_s is not None for page in job.leased]
         return worker_stats(
             self.engine,
@@ -159,7 +158,7 @@ class PrefillCore:
             running=self.num_running,
             waiting=self.num_waiting,
             queued_tokens=self.queued_tokens,
-            held_for_the_lost=sum(ledger.owner(page) is Owner.TREE for page in lost),
+            held_for_the_lost=lost,
         )
 
     # From waiting to computing.
@@ -201,6 +200,7 @@ class PrefillCore:
     def _gather(self, job: Job, sequence: Sequence, now_s: float) -> None:
         """Ask the decode worker and the storage nodes for what the tree lacks."""
         job.state = JobState.GATHERING
+        self._announce_present(job, sequence)
         deadline_s = now_s + self.config.pull_deadline_s
         lacking = [index for index in sorted(sequence.missing) if index < len(sequence.keys)]
         held = {ref.page_index: ref for ref in job.start.held if self._is_page_of(sequence, ref)}
@@ -250,9 +250,8 @@ class PrefillCore:
         self._landings[landing_id] = Landing(job, sequence, tuple(targets))
 
     def _compute(self, job: Job, sequence: Sequence) -> None:
-        """Nothing more is awaited: announce what is here, compute the rest."""
+        """Nothing more is awaited: compute the rest."""
         job.state = JobState.COMPUTING
-        self._announce(job, sequence, [index for index in sorted(job.wanted) if index not in sequence.missing])
         self.engine.compute(sequence)
 
     def _output(self, output: StepOutput) -> None:
@@ -271,6 +270,9 @@ class PrefillCore:
             self._announce(job, sequence, [last], self.engine.seal_tail(sequence, num_tokens))
         job.first = output.token
         self._leave(job)
+
+    def _announce_present(self, job: Job, sequence: Sequence) -> None:
+        self._announce(job, sequence, [index for index in sorted(job.wanted) if index not in sequence.missing])
 
     def _announce(
         self, job: Job, sequence: Sequence, indices: ReadOnlyList[int], valid_tokens: int | None = None
@@ -313,6 +315,8 @@ class PrefillCore:
             counts = place not in mismatched if filled is None else page in filled
             self.engine.landed(sequence, index, page, counts=counts)
         job.reads.discard(landing_id)
+        if job.state is JobState.GATHERING:
+            self._announce_present(job, sequence)
         if landing_id in job.awaited:
             job.awaited.discard(landing_id)
             if not job.awaited and job.state is JobState.GATHERING:

@@ -24,6 +24,9 @@ from protos import worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
+_SILENCE_S = 5.0
+"""A decode worker gives a prefill worker up that is silent for much longer."""
+
 Instruction = Accept | Announce | Complete | Fail
 
 
@@ -33,8 +36,12 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
     A stream ends in good order when the last word was said and the decode worker has released the pages.
     """
 
-    def __init__(self, plane: PagePlane, model: str, deliver: Callable[[object], None]) -> None:
+    def __init__(
+        self, plane: PagePlane, model: str, deliver: Callable[[object], None], is_working: Callable[[], bool]
+    ) -> None:
+        """is_working: whether the step loop has come round recently."""
         self._plane = plane
+        self._is_working = is_working
         self._model = model
         self._deliver = deliver
         self._instructions: dict[str, asyncio.Queue[Instruction]] = {}
@@ -86,9 +93,16 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
                 self._deliver(HandoverBroken(handover))
 
     async def _responses(self, queue: asyncio.Queue[Instruction]) -> AsyncIterator[worker_pb2.PrefillResponse]:
-        """In order, until the last word."""
+        """In order, until the last word. Says that the worker is at it where there is nothing else to say."""
         while True:
-            match instruction := await queue.get():
+            try:
+                async with asyncio.timeout(_SILENCE_S):
+                    instruction = await queue.get()
+            except TimeoutError:
+                if self._is_working():
+                    yield worker_pb2.PrefillResponse(pages=worker_pb2.PagesReady())
+                continue
+            match instruction:
                 case Accept():
                     yield accepted(self._plane.card)
                 case Announce():

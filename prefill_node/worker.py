@@ -29,6 +29,9 @@ from protos.convert import to_message
 
 logger = logging.getLogger(__name__)
 
+_WORKING_S = 20.0
+"""A step loop that has not come round for so long is not working: one chunk takes a few seconds at most."""
+
 
 class PrefillWorker:
     """Event loop: gRPC, registration, storage nodes. Step loop: `PrefillCore`. Transport thread: in `PagePlane`.
@@ -63,24 +66,29 @@ class PrefillWorker:
         self._events = asyncio.get_running_loop()
         self._ended = self._events.create_future()
         await asyncio.to_thread(self._load)
-        self._service = PrefillService(self._plane, self._config.model.name, self._inbox.put)
+        self._service = PrefillService(self._plane, self._config.model.name, self._inbox.put, self._is_working)
         self._loop.start()
+        self._shell.spawn(self._watch_transport(), "transport")
         await self._shell.start(self._register)
 
     async def stop(self) -> None:
-        """Leave the cluster and let go of everything. Streams that still run break. Idempotent."""
+        """Leave the cluster and let go of everything. Streams that still run break. Idempotent.
+
+        After a crash the cluster sees the worker break off, and its successor as a restart.
+        """
         if self._ended is None or self._stopped:
             return
         self._stopped = True
+        in_good_order = not self._ended.done()
         self._end("stopped")
         if not self._loaded:
             return
-        await self._shell.stop()
+        await self._shell.stop(in_good_order=in_good_order)
         await asyncio.to_thread(self._loop.stop)
         await asyncio.to_thread(self._plane.close)
 
     async def wait_ended(self) -> str:
-        """Until the worker was stopped, or its step loop crashed and the process must be replaced. Says which."""
+        """Until the worker was stopped, or its step loop or transport died and it must be replaced. Says which."""
         assert self._ended is not None, "not started"
         return await asyncio.shield(self._ended)
 
@@ -119,6 +127,9 @@ class PrefillWorker:
     def _register(self, server: grpc.aio.Server) -> Sequence[str]:
         worker_pb2_grpc.add_PrefillServiceServicer_to_server(self._service, server)
         return [worker_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name]
+
+    def _is_working(self) -> bool:
+        return boot_time_s() - self._loop.last_turn_s < _WORKING_S
 
     # On the step loop's thread.
 
@@ -166,6 +177,9 @@ class PrefillWorker:
         finally:
             expiry.cancel()
             self._inbox.put(FetchSettled(fetch.fetch_id, filled))
+
+    async def _watch_transport(self) -> None:
+        self._end(await self._plane.wait_failed())
 
     def _end(self, reason: str) -> None:
         if self._ended is not None and not self._ended.done():

@@ -84,8 +84,12 @@ class WriteBack:
             case OfferSettled():
                 self._cache.written_out(self._offers.pop(event.offer_id).pages)
 
-    def due(self) -> Sequence[OfferPages]:
-        """Offers to send now."""
+    def due(self, spare_pages: int) -> Sequence[OfferPages]:
+        """Offers to send now.
+
+        spare_pages: evictable or free pages that nobody was promised. No more are taken: while a page is on its way out
+        it cannot be given to a request whose growth was promised.
+        """
         if not self.has_storage:
             if self._emptying:
                 self._cache.evict_all()
@@ -94,7 +98,7 @@ class WriteBack:
         num_pages = self._cache.ledger.num_pages
         target = num_pages if self._emptying else int(num_pages * self._config.free_share)
         offers: list[OfferPages] = []
-        while (room := self._config.max_inflight_pages - self.num_inflight) > 0:
+        while (room := min(self._config.max_inflight_pages - self.num_inflight, spare_pages)) > 0:
             cold = self._cache.reclaim(target, min(room, self._config.offer_pages))
             if not cold:
                 self._emptying = self._emptying and bool(self._offers)
@@ -103,5 +107,6 @@ class WriteBack:
             self._next_id += 1
             self._offers[offer.offer_id] = offer
             self.pages_offered += len(cold)
+            spare_pages -= len(cold)
             offers.append(offer)
         return offers

@@ -1,4 +1,4 @@
-"""Runs one prefill worker until its standard input closes. Prints its address, and what it has done when asked.
+"""Runs one prefill worker until its standard input closes. Prints incarnation and address, and its figures when asked.
 
 Arguments: model folder. Each line on standard input is answered by a line of JSON with the worker's figures.
 """
@@ -30,7 +30,7 @@ async def main(folder: str) -> None:
         )
     )
     await worker.start()
-    print(worker.address, flush=True)
+    print(worker.incarnation, worker.address, flush=True)
     loop = asyncio.get_running_loop()
     while await loop.run_in_executor(None, sys.stdin.readline):
         stats = worker.stats

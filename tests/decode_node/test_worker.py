@@ -20,9 +20,11 @@ from engine.model import load_model
 from engine.sampling import SamplingParams
 from engine.source import ModelSource
 from kvstore.plane import PlaneConfig
+from kvstore.transport import create_transport
 from protos import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.registration import NodeConfig
 from protos.serving import connect
+from tests.kvstore.transport.faults import Fault, FaultPlan, FaultyTransport
 from tests.models import tiny_model
 
 PAGE = 4
@@ -41,7 +43,7 @@ class Prefill:
             text=True,
         )
         assert self.process.stdout is not None
-        self.address = self.process.stdout.readline().strip()
+        self.incarnation, self.address = self.process.stdout.readline().split()
 
     def figures(self) -> dict[str, int]:
         assert self.process.stdin is not None
@@ -95,7 +97,7 @@ class Session:
                 top_p=1, repetition_penalty=1, top_logprobs=-1, max_tokens=max_tokens, ignore_eos=True
             ),
             prefill_peers=[
-                worker_pb2.PrefillPeer(node_id=f"prefill-{i}", incarnation=f"p{i}", address=peer.address)
+                worker_pb2.PrefillPeer(node_id=f"prefill-{i}", incarnation=peer.incarnation, address=peer.address)
                 for i, peer in enumerate(peers)
             ],
         )
@@ -276,5 +278,29 @@ def test_what_cannot_be_served_is_refused_before_any_work(folder):
             _, last = await session.finish(await session.start(prompt(10, seed=8), [], max_tokens=3000))
             assert last.rejected.needed_pages > last.rejected.room_pages
             assert worker.stats.pages_free == worker.stats.pages_total
+
+    asyncio.run(run())
+
+
+class EveryPullCrashes(FaultPlan):
+    def of(self, pull_id: int) -> Fault:
+        return Fault(crash=True)
+
+
+def test_a_worker_whose_transport_died_is_ready_no_more_and_ends(folder, prefill, monkeypatch):
+    """It used to stay ready, and every request that came to it failed."""
+    monkeypatch.setattr(
+        "kvstore.plane.create_transport",
+        lambda *arguments: FaultyTransport(create_transport(*arguments), EveryPullCrashes()),
+    )
+
+    async def run() -> None:
+        async with decode_worker(folder) as (worker, session):
+            assert worker.stats.ready
+            _, last = await session.finish(await session.start(prompt(20, seed=9), [prefill]))
+            assert last.WhichOneof("event") == "failed"
+            async with asyncio.timeout(DEADLINE_S):
+                assert await worker.wait_ended() == "the transport thread failed: a planned crash"
+            assert not worker.stats.ready
 
     asyncio.run(run())

@@ -6,10 +6,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from decode_node.messages import Cancelled, Failed, FailureCode, Finished, Rejected
+from decode_node.messages import Cancelled, Failed, FailureCode, Finished, PeerAccepted, PeerFailed, Rejected
 from engine import ModelSource, SamplingParams, load_model
 from engine.core import EngineConfig
 from engine.local import LocalEngine
+from kvstore.pages import EvictPrefixes
+from kvstore.transport import Card
 from tests.handover.world import PAGE_SIZE, World
 from tests.models import tiny_model
 
@@ -18,7 +20,7 @@ HAPPENINGS = (
     + ["deliver"] * 8
     + ["settle"] * 4
     + ["start"] * 2
-    + ["cancel", "break", "kill", "error", "damage", "wait", "long wait", "offer", "storage", "again"]
+    + ["cancel", "break", "kill", "error", "damage", "wait", "long wait", "offer", "offer", "storage", "again", "evict"]
 )
 
 
@@ -62,7 +64,7 @@ def happen(world: World, tape: list[int]) -> None:
                     if process.pulls:
                         world.settle(process, choice, "" if kind == "settle" else kind)
                     elif process.fetches:
-                        world.settle_fetch(process)
+                        world.settle_fetch(process, choice)
             case "start":
                 world.start(prompt(choice), max_tokens=1 + choice % 5, num_peers=choice % 3)
             case "again" if world.num_requests:
@@ -80,7 +82,9 @@ def happen(world: World, tape: list[int]) -> None:
                     if process.offers:
                         world.settle_offer(process)
             case "storage":
-                world.set_storage(choice % 2)
+                world.set_storage(min(choice % 4, 1))
+            case "evict":
+                world.handle(processes[choice % 3], EvictPrefixes())
 
 
 @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
@@ -225,3 +229,87 @@ def test_a_page_that_a_lost_worker_may_still_write_is_not_given_to_the_next(mode
     world.settle(world.decode, 0)
     drive(world)
     assert world.finished()[0].tokens == alone(tuple(prompt(5)), 2)
+
+
+def test_pages_that_went_to_storage_come_back_into_another_worker(models, alone):
+    world = World(models)
+    world.set_storage(1)
+    world.start(prompt(5), max_tokens=2, num_peers=1)
+    drive(world)
+    for process in world.processes:
+        world.handle(process, EvictPrefixes())
+        world.step(process)
+    drive(world)
+    assert {process.engine.cache.num_cached for process in world.processes} == {0}
+    world.kill(world.prefill[0])
+    world.set_storage(1)
+    world.start(prompt(5), max_tokens=2, num_peers=1)
+    drive(world)
+    assert world.finished()[1].tokens == alone(tuple(prompt(5)), 2)
+    assert world.finished()[1].last.cached_tokens == 4 * PAGE_SIZE
+
+
+def test_writing_out_takes_no_page_that_growth_was_promised(models, alone):
+    """Regression: a flush while streams ran pinned every evictable page, and a request that had named its max_tokens
+    was preempted for lack of the pages it had been promised."""
+    world = World(models, local_prefill_max_tokens=64)
+    world.set_storage(1)
+    for choice in (4, 5, 10, 11):
+        world.start(prompt(choice), max_tokens=1, num_peers=0)
+        for _ in range(8):
+            world.step(world.decode)
+    world.start([9, 9], max_tokens=40, num_peers=0)
+    world.handle(world.decode, EvictPrefixes())
+    for _ in range(60):
+        world.step(world.decode)
+    assert world.decode.engine.preemptions == 0
+    assert world.finished()[-1].tokens == alone((9, 9), 40)
+    drive(world)
+
+
+def test_a_silent_prefill_worker_is_given_up(models, alone):
+    world = World(models)
+    world.start(prompt(4), max_tokens=2, num_peers=2)
+    world.pass_time(31.0)
+    world.step(world.decode)
+    assert [stream.prefill.name for stream in world.streams] == ["prefill-0", "prefill-1"]
+    drive(world)
+    assert world.finished()[0].tokens == alone(tuple(prompt(4)), 2)
+
+
+def test_whoever_answers_at_the_address_of_a_dead_worker_is_not_believed(models, alone):
+    world = World(models)
+    world.start(prompt(0), max_tokens=2, num_peers=2)
+    stranger = Card(incarnation="prefill-0-of-somebody-else", region_bytes=1, ways=())
+    world.handle(world.decode, PeerAccepted(world.streams[0].handover_id, stranger))
+    assert len(world.streams) == 2
+    drive(world)
+    assert world.finished()[0].tokens == alone(tuple(prompt(0)), 2)
+
+
+@pytest.mark.parametrize("code", [FailureCode.INVALID, FailureCode.INTERNAL])
+def test_what_would_fail_at_every_prefill_worker_is_not_tried_at_the_next(models, code):
+    world = World(models)
+    world.start(prompt(4), max_tokens=2, num_peers=2)
+    world.handle(world.decode, PeerFailed(world.streams[0].handover_id, code, "the logits are not finite"))
+    (outcome,) = world.outcomes.values()
+    assert outcome.last.code is code
+    assert len(world.streams) == 1
+
+
+def test_pages_that_are_there_are_announced_before_the_others_have_come(models, alone):
+    world = World(models)
+    world.start(prompt(4), max_tokens=2, num_peers=1)
+    drive(world)
+    prefill = world.prefill[0]
+    world.kill(world.decode)
+    long = [*prompt(4), *range(100, 100 + PAGE_SIZE)]
+    world.set_storage(1)
+    world.start(long, max_tokens=2, num_peers=1)
+    stream = world.streams[-1]
+    world.deliver_to_prefill(stream)
+    assert prefill.fetches
+    announced = [ref.page_index for message in stream.to_decode for ref in getattr(message, "pages", ())]
+    assert announced == [0, 1, 2]
+    drive(world)
+    assert world.finished()[-1].tokens == alone(tuple(long), 2)

@@ -21,6 +21,7 @@ from decode_node.messages import (
     Cancelled,
     CancelPrefill,
     Failed,
+    FailureCode,
     Finished,
     PeerAccepted,
     PeerBroken,
@@ -140,6 +141,8 @@ class World:
         self.streams: list[Stream] = []
         self.outcomes: dict[tuple[str, int], Outcome] = {}
         self.num_requests = 0
+        self.stored: dict[bytes, np.ndarray] = {}
+        """Pages on storage nodes, by key."""
 
     # Processes.
 
@@ -282,14 +285,24 @@ class World:
             and pull.card.incarnation in (stream.decode.card.incarnation, stream.prefill.card.incarnation)
         )
 
-    def settle_fetch(self, process: Process, fault: str = "") -> None:
-        """No storage node is played: what was looked up is not there."""
-        fetch_id = sorted(process.fetches)[0]
-        del process.fetches[fetch_id]
-        self.handle(process, FetchSettled(fetch_id, frozenset()))
+    def settle_fetch(self, process: Process, choice: int = 0) -> None:
+        """Some of what was looked up is there, and lands; `choice` 0 brings all that the storage nodes have."""
+        fetch = process.fetches.pop(min(process.fetches))
+        filled = set()
+        for place, target in enumerate(fetch.targets):
+            if target.key in self.stored and not choice >> place & 1:
+                owner = process.engine.cache.ledger.owner(target.page)
+                assert owner in (Owner.FILLING, Owner.QUARANTINED), f"bytes land in a page that is {owner}"
+                process.page(target.page)[:] = self.stored[target.key]
+                filled.add(target.page)
+        self.handle(process, FetchSettled(fetch.fetch_id, frozenset(filled)))
 
     def settle_offer(self, process: Process) -> None:
-        self.handle(process, OfferSettled(process.offers.popleft().offer_id))
+        """The storage nodes take what they are offered."""
+        offer = process.offers.popleft()
+        for cold in offer.pages:
+            self.stored[cold.key] = process.page(cold.page).copy()
+        self.handle(process, OfferSettled(offer.offer_id))
 
     def set_storage(self, num_nodes: int) -> None:
         for process in self.processes:
@@ -411,7 +424,7 @@ class World:
             case Complete():
                 message = PeerDone(handover_id, instruction.first, instruction.num_pages, instruction.computed_tokens)
             case Fail():
-                message = PeerFailed(handover_id, instruction.message)
+                message = PeerFailed(handover_id, FailureCode(instruction.code), instruction.message)
         stream.to_decode.append(message)
 
     def ref(self, process: Process, page: int, page_index: int, key: bytes, valid_tokens: int) -> PageRef:
