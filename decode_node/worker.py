@@ -68,6 +68,7 @@ class DecodeWorker:
         self._service = DecodeService(self.incarnation, name, self._inbox.put)
         self._prefill = PrefillClient(self._plane, name, self._inbox.put)
         self._loop.start()
+        self._shell.spawn(self._watch_transport(), "transport")
         await self._shell.start(self._register)
 
     async def stop(self) -> None:
@@ -84,7 +85,7 @@ class DecodeWorker:
         await asyncio.to_thread(self._plane.close)
 
     async def wait_ended(self) -> str:
-        """Until the worker was stopped, or its step loop crashed and the process must be replaced. Says which."""
+        """Until the worker was stopped, or its step loop or transport died and it must be replaced. Says which."""
         assert self._ended is not None, "not started"
         return await asyncio.shield(self._ended)
 
@@ -159,3 +160,6 @@ class DecodeWorker:
     def _end(self, reason: str) -> None:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(reason)
+    async def _watch_transport(self) -> None:
+        self._end(await self._plane.wait_failed())
+

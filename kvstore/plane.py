@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvstore.transport import (
     Pull,
     PullSettled,
     TransportEvent,
+    TransportFailed,
     TransportThread,
     create_transport,
 )
@@ -50,8 +52,8 @@ class PlaneConfig:
 class PagePlane:
     """Region layout: `[pool: num_pages * page_bytes][staging]`, all of it registered with the transport.
 
-    The pool belongs to the step loop (by `cache`), the staging area to `kvstore/fetch.py`. Events of pulls that were
-    submitted by `submit` go to `events`, those of `pull` to their caller.
+    The pool belongs to the step loop (by `cache`), the staging area to `kvstore/stored_pages.py`. Events of pulls that
+    were submitted by `submit` go to `events`, those of `pull` to their caller.
     """
 
     def __init__(self, layout: PageLayout, config: PlaneConfig, incarnation: str, events: EventSink) -> None:
@@ -65,6 +67,7 @@ class PagePlane:
         self.incarnation = incarnation
         self.stats = PullStats()
         self._card: Card | None = None
+        self._failure: Future[str] = Future()
         self._events = events
         self._own: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[PullSettled]]] = {}
         self._num_pages: dict[int, int] = {}
@@ -83,6 +86,15 @@ class PagePlane:
         """How others reach the region, once started."""
         assert self._card is not None
         return self._card
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can be pulled any more, once the transport has ended by itself."""
+        return self._failure.result() if self._failure.done() else None
+
+    async def wait_failed(self) -> str:
+        """Until the transport has ended by itself, which a sound one never does; the reason."""
+        return await asyncio.shield(asyncio.wrap_future(self._failure))
 
     def close(self) -> None:
         """Settle every pull and unregister. Blocks for up to some seconds; idempotent."""
@@ -142,6 +154,9 @@ class PagePlane:
         """On the transport thread."""
         if isinstance(event, DigestsReady):
             raise TypeError("the plane asks for no digests")
+        if isinstance(event, TransportFailed):
+            self._failure.set_result(event.reason)
+            return
         if isinstance(event, PullSettled):
             self._count(event)
         with self._lock:

@@ -154,7 +154,7 @@ class WorkerShell:
 
     @property
     def _is_ready(self) -> bool:
-        return boot_time_s() - self._last_turn_s < _STALLED_S
+        return boot_time_s() - self._last_turn_s < _STALLED_S and self._plane.failure is None
 
     def current_load(self) -> control_pb2.Load:
         """State and figures as of the step loop's last turn."""

@@ -24,6 +24,7 @@ from kvstore.transport import (
     PullExpired,
     PullSettled,
     TransportEvent,
+    TransportFailed,
     TransportThread,
     boot_time_s,
 )
@@ -55,6 +56,8 @@ class Keeper:
         self._num_pages: dict[int, int] = {}  # of the pulls that have not settled
         self._publish = publish
         self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[str] = self._loop.create_future()
+        """Why pages can be neither taken nor read any more, once the transport has ended by itself."""
         self._transport = TransportThread(make_transport, events=_Inbox(self._loop, self._transport_event))
         self._encoder = ThreadPoolExecutor(1, "encoder", initializer=_be_nice)
         self._encoding: asyncio.Task[None] | None = None
@@ -135,6 +138,8 @@ class Keeper:
             case DigestsReady():
                 assert isinstance(event.tag, int)
                 self._finished(self.store.digested(event.tag, event.digests[:, 0].tolist()))
+            case TransportFailed():
+                self.failed.set_result(event.reason)
         self._after()
 
     def _digest(self, order: DigestExtents) -> None:

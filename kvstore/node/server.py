@@ -46,13 +46,15 @@ class StorageNode:
         self._keeper: Keeper | None = None
         self._server: Server | None = None
         self._registration: Registration | None = None
-        self._directives: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ended: asyncio.Future[str] | None = None
 
     async def start(self) -> None:
         """Take the memory, register it with the transport, listen. Returns when it can serve.
 
         Registering with the control plane goes on in the background. To be stopped also if this raises.
         """
+        self._ended = asyncio.get_running_loop().create_future()
         config = self._config
         region = await asyncio.to_thread(allocate_region, config.memory_bytes)
         store = Store(Arena(region), self.incarnation, config.bounds, write_behind=config.lossless)
@@ -66,19 +68,28 @@ class StorageNode:
         self.address = self._server.address
         self._registration = Registration(config.node, self._describe(), self._load)
         await self._registration.start()
-        self._directives = asyncio.create_task(self._obey(self._registration), name="directives")
         await self._server.set_ready(True)
+        self._tasks = [
+            asyncio.create_task(self._obey(self._registration), name="directives"),
+            asyncio.create_task(self._watch_transport(self._keeper, self._server), name="transport"),
+        ]
 
     async def stop(self) -> None:
         """Leave the cluster, stop listening, settle what is under way. Idempotent."""
-        if self._directives is not None:
-            self._directives.cancel()
+        self._end("stopped")
+        for task in self._tasks:
+            task.cancel()
         if self._registration is not None:
             await self._registration.stop()
         if self._server is not None:
             await self._server.stop(self._config.stop_grace_s)
         if self._keeper is not None:
             await self._keeper.close()
+
+    async def wait_ended(self) -> str:
+        """Until the node was stopped, or its transport died and the process must be replaced. Says which."""
+        assert self._ended is not None, "not started"
+        return await asyncio.shield(self._ended)
 
     def _register(self, server: grpc.aio.Server, card: Card) -> Sequence[str]:
         assert self._keeper is not None
@@ -114,10 +125,19 @@ class StorageNode:
             pages_served=store.num_served,
             stored_bytes=store.stored_bytes,
             capacity_bytes=store.arena.capacity_bytes,
-            ready=True,
+            ready=not self._keeper.failed.done(),
         )
         self._keeper.stats.tell(load)
         return load
+
+    async def _watch_transport(self, keeper: Keeper, server: Server) -> None:
+        reason = await asyncio.shield(keeper.failed)
+        await server.set_ready(False)
+        self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(reason)
 
     async def _obey(self, registration: Registration) -> None:
         """Takes the directives off the queue: none of them concerns a storage node.

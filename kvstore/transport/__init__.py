@@ -22,7 +22,7 @@ from kvstore.transport.base import (
     boot_time_s,
 )
 from kvstore.transport.nixl_address import same_host
-from kvstore.transport.thread import DigestsReady, EventSink, TransportEvent, TransportThread
+from kvstore.transport.thread import DigestsReady, EventSink, TransportEvent, TransportFailed, TransportThread
 
 if TYPE_CHECKING:
     from kvstore.transport.inprocess import Fabric
@@ -40,6 +40,7 @@ __all__ = [
     "PullSettled",
     "Transfer",
     "TransportEvent",
+    "TransportFailed",
     "TransportThread",
     "Way",
     "boot_time_s",

@@ -70,6 +70,8 @@ class NixlTransport(PageTransport):
             connection = self._connection(pull.card, way)
         except ValueError as error:
             return SettledTransfer(pull, f"{pull.card.incarnation} has no valid {self.kind} address: {error}")
+        except RuntimeError as error:
+            return SettledTransfer(pull, f"{pull.card.incarnation} cannot be reached: {error}")
         transfer = _ReadTransfer(pull, connection)
         connection.transfers.add(transfer)
         return transfer
@@ -89,7 +91,7 @@ class NixlTransport(PageTransport):
     def _connection(self, card: Card, way: Way) -> Connection:
         """The connection to that peer: the one there is, or a new one if there is none, or it failed, or moved.
 
-        Raises ValueError if `way` holds no address.
+        Raises ValueError if `way` holds no address, RuntimeError if no thread can be started for connecting.
         """
         connection = self._connections.get(card.incarnation)
         if connection is not None and connection.error is None and connection.way == way:
@@ -98,9 +100,9 @@ class NixlTransport(PageTransport):
         if connection is not None:
             connection.fail(f"{card.incarnation} has another address now")
         connection = Connection(self._address, way, address, card, self.region)
-        self._connections[card.incarnation] = connection
         self._helpers = [helper for helper in self._helpers if helper.is_alive()]
         self._helpers.append(connection.start(next(self._names)))
+        self._connections[card.incarnation] = connection
         return connection
 
 

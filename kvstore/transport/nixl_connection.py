@@ -150,7 +150,8 @@ class Connection:
         if self.link is None and self.error is None and self._connecting.done():
             try:
                 self.link = self._connecting.result()
-            except NixlError as error:
+            except Exception as error:
+                # Whatever the helper thread ran into, NIXL's or not: out of file descriptors, above all.
                 self.fail(f"{self._card.incarnation} cannot be reached: {error}")
         return self.link is not None
 

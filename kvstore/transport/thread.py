@@ -56,7 +56,14 @@ class DigestsReady:
     """[n, heads]"""
 
 
-TransportEvent = PullExpired | PullSettled | DigestsReady
+@dataclass(frozen=True, slots=True)
+class TransportFailed:
+    """The last event: the thread has ended by itself and this process can pull nothing any more."""
+
+    reason: str
+
+
+TransportEvent = PullExpired | PullSettled | DigestsReady | TransportFailed
 
 
 class EventSink(Protocol):
@@ -123,7 +130,8 @@ class TransportThread:
     """Owns a PageTransport on one thread.
 
     Every submitted pull gets exactly one `PullSettled` in `events`, whatever happens to the peer, the pull or this
-    object, and at most one `PullExpired` before it.
+    object, and at most one `PullExpired` before it. A thread that ends without `close` says so by `TransportFailed`,
+    once the pulls of its time have settled.
     """
 
     def __init__(
@@ -210,22 +218,24 @@ class TransportThread:
             self._card.set_exception(error)
             self._refuse_the_rest(f"no transport: {error}")
             return
-        failure = CLOSED
+        ending, failed = CLOSED, False
         try:
             self._card.set_result(self._transport.card())
             self._loop()
         except Exception as error:
             # The edge of the thread: whoever waits for a pull must hear of it, and this worker can pull no more.
             logger.exception("the transport thread failed")
-            failure = f"the transport thread failed: {error}"
+            ending, failed = f"the transport thread failed: {error}", True
         finally:
             try:
                 self._transport.close()
             except Exception:
                 logger.exception("the transport did not close")
             for active in list(self._active.values()):
-                self._report(active, active.verdict or failure)
-            self._refuse_the_rest(failure)
+                self._report(active, active.verdict or ending)
+            self._refuse_the_rest(ending)
+            if failed:
+                self.events.put(TransportFailed(ending))
 
     def _loop(self) -> None:
         moved_s = time.monotonic()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore.client import KvClientConfig
 from kvstore.node import StorageNode, StoreBounds
 from kvstore.owners import fragment_key, owner
+from kvstore.transport import create_transport
 from protos import common_pb2
-from tests.kvstore.node.harness import FRAGMENT_PAGES, Cluster, eventually, run
+from protos.serving import connect
+from tests.kvstore.node.harness import FRAGMENT_PAGES, WAIT_S, Cluster, eventually, run
 from tests.kvstore.node.samples import PAGE_BYTES, key_of, page_of
+from tests.kvstore.transport.faults import Fault, FaultPlan, FaultyTransport
 
 NUMBERS = tuple(range(1, 33))
 
@@ -238,6 +244,35 @@ def test_what_a_reader_counts_on_ends_before_the_lease_does():
             [match] = await worker.match(1)
             expires_s = node._keeper.store.next_deadline_s()
             assert expires_s - 1.0 < match.valid_until_s <= expires_s - 0.5
+
+    run(body)
+
+
+def test_a_node_whose_transport_died_says_so_and_ends(monkeypatch):
+    """It used to stay ready and a member of the cluster, and refused every offer."""
+
+    async def body() -> None:
+        async with Cluster() as cluster:
+            plan = FaultPlan()
+            monkeypatch.setattr(
+                "kvstore.node.server.create_transport",
+                lambda *arguments, **options: FaultyTransport(create_transport(*arguments, **options), plan),
+            )
+            node = await cluster.node("kv-0")
+            worker = await cluster.worker()
+            ended = asyncio.create_task(node.wait_ended())
+            async with connect(node.address) as channel:
+                health = health_pb2_grpc.HealthStub(channel)
+                before = await health.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+                assert before.status == health_pb2.HealthCheckResponse.SERVING
+                plan.plan(1, Fault(crash=True))
+                assert (await worker.offer(1)).refused == {key_of(1)}
+                assert await ended == "the transport thread failed: a planned crash"
+                after = await health.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+                assert after.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            await eventually(lambda: bool(cluster.control.loads) and not cluster.control.loads[-1].ready)
+            await node.stop()
+            assert await node.wait_ended() == "the transport thread failed: a planned crash"
 
     run(body)
 

@@ -24,6 +24,7 @@ from kvstore.transport import (
     PullExpired,
     PullSettled,
     TransportEvent,
+    TransportFailed,
     TransportThread,
     boot_time_s,
     create_transport,
@@ -120,6 +121,8 @@ class Reader:
         self.thread = TransportThread(lambda: make_transport(self.region), events=self.events, close_s=close_s)
         self.card = self.thread.start()
         self.expired: set[int] = set()
+        self.failure: str | None = None
+        """Of the thread, which says so last."""
         self._settled: dict[int, PullSettled] = {}
         self._submitted = 0
 
@@ -151,6 +154,9 @@ class Reader:
     def settled(self, pull_id: int) -> PullSettled:
         """Waits for the last word on that pull."""
         return self._until(lambda: self._settled.get(pull_id))
+
+    def wait_failed(self) -> str:
+        return self._until(lambda: self.failure)
 
     def has_settled(self, pull_id: int) -> bool:
         self._drain()
@@ -190,6 +196,9 @@ class Reader:
             case PullSettled(pull_id):
                 assert pull_id not in self._settled, "settled twice"
                 self._settled[pull_id] = event
+            case TransportFailed(reason):
+                assert self.failure is None, "failed twice"
+                self.failure = reason
             case _:
                 raise AssertionError(f"unexpected {event}")
 

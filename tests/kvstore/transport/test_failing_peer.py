@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from kvstore.transport import CANCELLED, CLOSED, EXPIRED
@@ -142,3 +144,39 @@ def test_a_source_that_closes_amid_pulls_ends_in_good_order(tcp_world: World) ->
     pulling = PullingProcess(peer.card)
     peer.close()
     pulling.kill()
+
+
+def test_running_out_of_file_descriptors_while_connecting_fails_that_pull_alone(
+    tcp_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The helper thread's OSError used to come out of `advance`, and the transport thread ended with it for good."""
+    reader, peer, other = tcp_world.reader(), tcp_world.shared_peer(), tcp_world.shared_peer(1)
+    assert reader.pull(other.card, [0], [0], [PAGE_BYTES]).error is None
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.transport.nixl_connection.open_files", _too_many_files)
+        error = reader.pull(peer.card, [0], [0], [PAGE_BYTES]).error
+    assert error is not None
+    assert "Too many open files" in error
+    for card in (other.card, peer.card):
+        assert reader.pull(card, [0], [0], [PAGE_BYTES]).error is None
+    assert reader.failure is None
+
+
+def test_a_pull_for_which_no_helper_thread_starts_fails_alone(
+    tcp_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, peer = tcp_world.reader(), tcp_world.shared_peer()
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.transport.nixl_connection.Connection.start", _no_thread)
+        error = reader.pull(peer.card, [0], [0], [PAGE_BYTES]).error
+    assert error is not None
+    assert "can't start new thread" in error
+    assert reader.pull(peer.card, [0], [0], [PAGE_BYTES]).error is None
+
+
+def _too_many_files() -> set[int]:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def _no_thread(connection: object, name: str) -> None:
+    raise RuntimeError("can't start new thread")

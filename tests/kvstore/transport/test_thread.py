@@ -129,6 +129,7 @@ def test_closing_settles_pulls_that_would_never_end(bench: Bench) -> None:
     assert bench.reader.settled(pulls[2]).error is None
     bench.reader.thread.close()
     assert [bench.reader.settled(pull_id).error for pull_id in pulls[:2]] == [CLOSED, CLOSED]
+    assert bench.reader.failure is None
 
 
 def test_a_transport_that_breaks_its_contract_settles_everything_and_says_so(bench: Bench) -> None:
@@ -138,6 +139,7 @@ def test_a_transport_that_breaks_its_contract_settles_everything_and_says_so(ben
     errors = [bench.reader.settled(pull_id).error for pull_id in pulls]
     errors.append(bench.reader.settled(bench.submit()).error)
     assert errors == ["the transport thread failed: a planned crash"] * 3
+    assert bench.reader.wait_failed() == errors[0]
 
 
 def test_an_id_is_taken_until_its_pull_has_settled(bench: Bench) -> None:
