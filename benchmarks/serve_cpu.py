@@ -29,6 +29,8 @@ from engine.errors import EngineError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print. Returns the exit code: 0 done, 1 failed, 130 interrupted."""
     config, markdown = _read(arguments)
+    # Also where a shell started us in the background, with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     folder = Path(tempfile.mkdtemp(prefix="headrace-bench-"))
     try:

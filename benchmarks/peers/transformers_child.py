@@ -22,6 +22,7 @@ class TransformersWorker:
             import transformers
         except ImportError as error:
             raise Unavailable(f"not installed ({error})") from error
+        transformers.utils.logging.disable_progress_bar()
         torch.set_num_threads(num_threads)
         self._torch = torch
         self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
