@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 import grpc
@@ -33,6 +34,8 @@ class PrefillClient:
         self._model = model
         self._deliver = deliver
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._streams: Counter[str] = Counter()
+        """How many streams use the channel to an address."""
         self._orders: dict[int, asyncio.Queue[worker_pb2.PrefillRequest]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -87,9 +90,25 @@ class PrefillClient:
 
     async def _converse(self, ask: AskPrefill, deliver: Callable[[object], None]) -> None:
         held = await asyncio.to_thread(self._refs, ask)
-        channel = self._channels.get(ask.peer.address)
-        if channel is None:
-            channel = self._channels[ask.peer.address] = connect(ask.peer.address)
+        address = ask.peer.address
+        if address not in self._channels:
+            self._channels[address] = connect(address)
+        self._streams[address] += 1
+        broken = True
+        try:
+            await self._speak(ask, held, self._channels[address], deliver)
+            broken = False
+        finally:
+            self._streams[address] -= 1
+            if not self._streams[address]:
+                del self._streams[address]
+                if broken:
+                    # A restarted worker has another address, and a channel to the old one would stay for ever.
+                    await self._channels.pop(address).close()
+
+    async def _speak(
+        self, ask: AskPrefill, held: list[PageRef], channel: grpc.aio.Channel, deliver: Callable[[object], None]
+    ) -> None:
         call = worker_pb2_grpc.PrefillServiceStub(channel).Prefill()
         start = worker_pb2.PrefillRequest(start=prefill_start(ask, self._model, held, self._plane.card))
         orders = asyncio.create_task(_send(call, start, self._orders[ask.handover_id]))

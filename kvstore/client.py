@@ -97,6 +97,7 @@ class _Owner:
 
     def __init__(self, member: control_pb2.StorageMember) -> None:
         self.node_id = member.node_id
+        self.incarnation = member.incarnation
         self.identity = (member.incarnation, member.address)
         self.channel = connect(member.address)
         self.stub = kvstore_pb2_grpc.KvStoreServiceStub(self.channel)
@@ -113,14 +114,13 @@ class KvClient:
         self._weights: dict[str, float] = {}
         self._background: set[asyncio.Task[None]] = set()
 
-    @property
-    def num_nodes(self) -> int:
-        return len(self._owners)
+    def update(self, view: control_pb2.StorageView) -> list[str]:
+        """Take a new membership. An older one than the newest seen is ignored.
 
-    def update(self, view: control_pb2.StorageView) -> None:
-        """Take a new membership. An older one than the newest seen is ignored."""
+        Returns the incarnations that are members no longer.
+        """
         if view.membership_epoch < self._epoch:
-            return
+            return []
         self._epoch = view.membership_epoch
         known = self._owners
         self._owners = {}
@@ -135,6 +135,8 @@ class KvClient:
         for gone in known.values():
             # With grace: calls on it, releases above all, still end by themselves.
             self._spawn(gone.channel.close(self._config.release_deadline_s), f"close {gone.node_id}")
+        members = {member.incarnation for member in view.members}
+        return [gone.incarnation for gone in known.values() if gone.incarnation not in members]
 
     async def match(
         self,

@@ -110,6 +110,10 @@ class PagePlane:
         """Post nothing further of it. It still settles."""
         self._thread.cancel(pull_id)
 
+    def forget(self, incarnation: str) -> None:
+        """That process is gone: what is still pulled from it settles with an error."""
+        self._thread.forget(incarnation)
+
     async def pull(
         self,
         card: Card,

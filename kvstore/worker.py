@@ -142,7 +142,8 @@ class WorkerShell:
             directive = await registration.directives.get()
             match directive.WhichOneof("directive"):
                 case "storage":
-                    self.client.update(directive.storage)
+                    for incarnation in self.client.update(directive.storage):
+                        self._plane.forget(incarnation)
                     self._inbox.put(StorageChanged(len(directive.storage.members)))
                 case "evict":
                     self._inbox.put(EvictPrefixes())

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from collections import deque
 
 import numpy as np
@@ -27,6 +28,7 @@ from kvstore.transport.pieces import Extents, pieces, single_extents
 
 _POSTED_PIECES = 2  # in flight per pull: the second keeps the link busy while the end of the first is noticed
 _JOIN_S = 10.0  # connecting to nowhere takes 7 s
+_IDLE_S = 300.0  # connecting anew takes 45 ms
 
 
 class NixlTransport(PageTransport):
@@ -44,8 +46,10 @@ class NixlTransport(PageTransport):
 
     kind = KIND
 
-    def __init__(self, region: npt.NDArray[np.uint8], incarnation: str) -> None:
+    def __init__(self, region: npt.NDArray[np.uint8], incarnation: str, *, idle_s: float = _IDLE_S) -> None:
+        """idle_s: a connection that was not used for so long is closed when the next one is made."""
         super().__init__(region, incarnation)
+        self._idle_s = idle_s
         self._server = NixlAgent(incarnation, serves=True)
         self._server.register(region)
         self._address = NixlAddress(
@@ -74,6 +78,7 @@ class NixlTransport(PageTransport):
             return SettledTransfer(pull, f"{pull.card.incarnation} cannot be reached: {error}")
         transfer = _ReadTransfer(pull, connection)
         connection.transfers.add(transfer)
+        connection.used_s = time.monotonic()
         return transfer
 
     def forget(self, incarnation: str) -> None:
@@ -99,11 +104,19 @@ class NixlTransport(PageTransport):
         address = NixlAddress.from_bytes(way.blob)
         if connection is not None:
             connection.fail(f"{card.incarnation} has another address now")
+        self._drop_idle()
         connection = Connection(self._address, way, address, card, self.region)
         self._helpers = [helper for helper in self._helpers if helper.is_alive()]
         self._helpers.append(connection.start(next(self._names)))
         self._connections[card.incarnation] = connection
         return connection
+
+    def _drop_idle(self) -> None:
+        """Mostly those to processes that have ended: where nothing is read, nobody notices."""
+        before_s = time.monotonic() - self._idle_s
+        for incarnation, connection in list(self._connections.items()):
+            if not connection.transfers and connection.used_s <= before_s:
+                self.forget(incarnation)
 
 
 class _ReadTransfer(Transfer):

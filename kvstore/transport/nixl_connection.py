@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -74,6 +75,8 @@ class Connection:
         self.link: Link | None = None
         """Once ready."""
         self.transfers: set[Reading] = set()
+        self.used_s = time.monotonic()
+        """When the last transfer began."""
         self._own = own
         self._address = address
         self._card = card

@@ -209,7 +209,7 @@ def test_a_killed_prefill_worker_is_replaced_by_the_next(folder, prefill, alone)
     async def run() -> None:
         second = await asyncio.to_thread(Prefill, folder)
         try:
-            async with decode_worker(folder) as (_, session):
+            async with decode_worker(folder) as (worker, session):
                 tokens = prompt(400, seed=3)
                 request = await session.start(tokens, [prefill, second])
                 async for event in session.events():
@@ -218,6 +218,8 @@ def test_a_killed_prefill_worker_is_replaced_by_the_next(folder, prefill, alone)
                 prefill.process.kill()
                 answer, _ = await session.finish(request)
                 assert answer == expected(alone, tokens)
+                # Channels to addresses that are gone used to pile up.
+                await until(lambda: set(worker._prefill._channels) == {second.address})
         finally:
             await asyncio.to_thread(second.close)
 

@@ -12,7 +12,7 @@ from kvstore.client import KvClientConfig
 from kvstore.node import StorageNode, StoreBounds
 from kvstore.owners import fragment_key, owner
 from kvstore.transport import create_transport
-from protos import common_pb2
+from protos import common_pb2, control_pb2
 from protos.serving import connect
 from tests.kvstore.node.harness import FRAGMENT_PAGES, WAIT_S, Cluster, eventually, run
 from tests.kvstore.node.samples import PAGE_BYTES, key_of, page_of
@@ -188,8 +188,28 @@ def test_an_old_view_is_ignored():
             worker = await cluster.worker()
             before = cluster.view()
             await cluster.node("kv-0")
-            worker.client.update(before)
-            assert worker.client.num_nodes == 1
+            assert worker.client.update(before) == []
+            assert (await worker.offer(1)).stored == {key_of(1)}
+
+    run(body)
+
+
+def test_an_update_names_the_incarnations_that_are_gone():
+    async def body() -> None:
+        async with Cluster() as cluster:
+            worker = await cluster.worker()
+            member = control_pb2.StorageMember(node_id="kv-0", incarnation="first", address="127.0.0.1:1", weight=1.0)
+            moved, restarted = control_pb2.StorageMember(), control_pb2.StorageMember()
+            moved.CopyFrom(member)
+            moved.address = "127.0.0.1:2"
+            restarted.CopyFrom(member)
+            restarted.incarnation = "second"
+            views = [[member], [member], [moved], [restarted], []]
+            gone = [
+                worker.client.update(control_pb2.StorageView(membership_epoch=epoch, members=members))
+                for epoch, members in enumerate(views, 1)
+            ]
+            assert gone == [[], [], [], ["first"], ["second"]]
 
     run(body)
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
-from kvstore.transport import CANCELLED, CLOSED, EXPIRED
+from kvstore.transport import CANCELLED, CLOSED, EXPIRED, PageTransport
+from kvstore.transport.nixl import NixlTransport
+from kvstore.transport.tcp_bytes import open_files
 from tests.kvstore.transport.conftest import World
 from tests.kvstore.transport.peers import PAGE_BYTES, REGION_BYTES, InProcessPeer, ProcessPeer, PullingProcess, Reader
 
@@ -172,6 +177,19 @@ def test_a_pull_for_which_no_helper_thread_starts_fails_alone(
     assert error is not None
     assert "can't start new thread" in error
     assert reader.pull(peer.card, [0], [0], [PAGE_BYTES]).error is None
+
+
+def test_connections_that_were_not_used_for_long_are_closed_as_others_are_made(
+    tcp_world: World, make_reader: Callable[[Callable[[npt.NDArray[np.uint8]], PageTransport]], Reader]
+) -> None:
+    """Each costs 6 MB and 11 file descriptors, and those to earlier processes of the peers used to stay for ever."""
+    peers = [tcp_world.shared_peer(number) for number in range(3)]
+    reader = make_reader(lambda region: NixlTransport(region, "forgetful", idle_s=0.0))
+    num_files = []
+    for peer in [*peers, *peers]:
+        assert reader.pull(peer.card, [0], [0], [PAGE_BYTES]).error is None
+        num_files.append(len(open_files()))
+    assert max(num_files) < num_files[0] + 10
 
 
 def _too_many_files() -> set[int]:
