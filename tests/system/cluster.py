@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.cli.status import as_dict
 from cluster.launch import Addresses
@@ -90,8 +91,14 @@ class Cluster:
         return self.until(idle, "all pages free")
 
     def kill(self, node_id: str) -> None:
-        """SIGKILL the node's process."""
-        os.kill(self.status()["processes"][node_id], signal.SIGKILL)
+        """SIGKILL a registered node's process: at once, not after a command's start, so that it dies at its work."""
+        os.kill(self.workers()[node_id]["pid"], signal.SIGKILL)
+
+    def retries(self) -> int:
+        """Attempts that the gateway has placed anew so far, whatever for."""
+        families = text_string_to_metric_families(self.http.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        return int(sum(sample.value for sample in samples if sample.name == "headrace_retries_total"))
 
     def until_back(self, node_id: str, incarnation: str) -> None:
         """Wait until a restarted node serves again."""

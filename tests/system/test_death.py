@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
-import threading
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
 from tests.system.cluster import Cluster
 from tests.system.conftest import TINY
@@ -30,27 +32,30 @@ def text_while(cluster: Cluster, tokens: list[int], max_tokens: int, after: int,
 
 def test_a_decode_worker_dies_mid_stream(cluster):
     tokens = prompt(100, seed=1)
-    before = cluster.until_idle()["decode-0"]["incarnation"]
-    expected = text_while(cluster, tokens, 300, -1, lambda: None)
-    assert text_while(cluster, tokens, 300, 10, lambda: cluster.kill("decode-0")) == expected
-    cluster.until_back("decode-0", before)
-    cluster.until_idle()
+    before = cluster.until_idle()["decode-0"]
+    expected = text_while(cluster, tokens, 3000, -1, lambda: None)
+    retries = cluster.retries()
+    assert text_while(cluster, tokens, 3000, 10, lambda: cluster.kill("decode-0")) == expected
+    assert cluster.retries() > retries, "it died at its work, and the request went on elsewhere"
+    cluster.until_back("decode-0", before["incarnation"])
+    assert cluster.until_idle()["decode-0"]["restarts"] > before["restarts"]
 
 
-def test_a_prefill_worker_dies_while_it_computes(cluster, tiny):
-    tokens = prompt(3900, seed=2)
+def test_a_prefill_worker_dies_while_it_computes(cluster):
+    prompts = [prompt(3900, seed=2 + number) for number in range(4)]
     before = cluster.until_idle()["prefill-0"]
-    answers: list[list[int]] = []
-    client = threading.Thread(target=lambda: answers.append(cluster.generate(TINY, tokens, 8)[0]))
-    client.start()
-    cluster.until(
-        lambda workers: workers["prefill-0"]["tokens_computed"] > before["tokens_computed"], "computing has begun"
-    )
-    cluster.kill("prefill-0")
-    client.join()
+    retries = cluster.retries()
+    with ThreadPoolExecutor(len(prompts)) as clients:
+        answers = [clients.submit(cluster.generate, TINY, tokens, 8) for tokens in prompts]
+        cluster.until(
+            lambda workers: workers["prefill-0"]["tokens_computed"] > before["tokens_computed"], "computing has begun"
+        )
+        cluster.kill("prefill-0")
+        answered = [answer.result()[0] for answer in answers]
+    assert cluster.retries() > retries, "it died at its work, and the requests were placed again"
     cluster.until_back("prefill-0", before["incarnation"])
-    assert answers == [cluster.generate(TINY, tokens, 8)[0]]
-    cluster.until_idle()
+    assert answered == [cluster.generate(TINY, tokens, 8)[0] for tokens in prompts]
+    assert cluster.until_idle()["prefill-0"]["restarts"] > before["restarts"]
 
 
 def test_a_storage_node_dies(cluster):
@@ -70,11 +75,11 @@ def test_a_storage_node_dies(cluster):
 
 
 def test_the_control_plane_dies_and_comes_back_from_the_catalog(cluster):
-    epoch = cluster.status()["control_epoch"]
+    status = cluster.status()
     nodes = set(cluster.workers())
     expected = cluster.generate(TINY, [5, 6, 7], 20)[0]
-    cluster.kill("control")
+    os.kill(status["processes"]["control"], signal.SIGKILL)
     assert cluster.generate(TINY, [5, 6, 7], 20)[0] == expected
     cluster.until(lambda workers: set(workers) == nodes, "every node has registered again")
-    assert cluster.status()["control_epoch"] > epoch
+    assert cluster.status()["control_epoch"] > status["control_epoch"]
     assert cluster.generate(TINY, [5, 6, 7], 20)[0] == expected
