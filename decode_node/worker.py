@@ -72,14 +72,18 @@ class DecodeWorker:
         await self._shell.start(self._register)
 
     async def stop(self) -> None:
-        """Leave the cluster and let go of everything. Streams that still run break. Idempotent."""
+        """Leave the cluster and let go of everything. Streams that still run break. Idempotent.
+
+        After a crash the cluster sees the worker break off, and its successor as a restart.
+        """
         if self._ended is None or self._stopped:
             return
         self._stopped = True
+        in_good_order = not self._ended.done()
         self._end("stopped")
         if not self._loaded:
             return
-        await self._shell.stop()
+        await self._shell.stop(in_good_order=in_good_order)
         await self._prefill.close()
         await asyncio.to_thread(self._loop.stop)
         await asyncio.to_thread(self._plane.close)
@@ -157,9 +161,9 @@ class DecodeWorker:
             case Reply():
                 self._service.reply(instruction)
 
-    def _end(self, reason: str) -> None:
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(reason)
     async def _watch_transport(self) -> None:
         self._end(await self._plane.wait_failed())
 
+    def _end(self, reason: str) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(reason)

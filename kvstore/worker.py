@@ -98,10 +98,10 @@ class WorkerShell:
         self.spawn(self._obey(self._registration), "directives")
         self.spawn(self._watch_health(self._server), "health")
 
-    async def stop(self) -> None:
-        """Leave the cluster, then stop listening. Idempotent."""
+    async def stop(self, *, in_good_order: bool = True) -> None:
+        """Leave the cluster, then stop listening. Idempotent. in_good_order: whether the cluster is told so."""
         if self._registration is not None:
-            await self._registration.stop()
+            await self._registration.stop(leave=in_good_order)
         if self._server is not None:
             await self._server.stop(_STOP_GRACE_S)
         for task in list(self._tasks):

@@ -136,12 +136,16 @@ class Registration:
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name=f"registration of {self._node.node_id}")
 
-    async def stop(self) -> None:
-        """Leave the cluster in good order, or cut the stream if the control plane does not answer. Idempotent."""
+    async def stop(self, *, leave: bool = True) -> None:
+        """Leave the cluster in good order, or cut the stream if the control plane does not answer. Idempotent.
+
+        leave: False cuts the stream in any case, as the death of the process would: the control plane counts what
+        comes after a leave as a new node, and what comes after a broken stream as a restart.
+        """
         task, self._task = self._task, None
         if task is None:
             return
-        if self._registered.is_set():
+        if leave and self._registered.is_set():
             self._leaving = True
             self._changed.set()
             await asyncio.wait([task], timeout=self._config.join_deadline_s)

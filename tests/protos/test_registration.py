@@ -274,6 +274,20 @@ def test_a_node_that_stops_closes_its_stream_in_good_order():
     with_registration(body)
 
 
+def test_a_node_that_ends_otherwise_cuts_its_stream_without_a_leave():
+    async def body(control: ScriptedControl, registration: Registration, server: Server) -> None:
+        session = await control.session()
+        await session.join()
+        await registration.registered(DEADLINE_S)
+        assert (await session.next_prefixes()).reset
+        async with asyncio.timeout(DEADLINE_S):
+            await registration.stop(leave=False)
+        with pytest.raises((StopAsyncIteration, asyncio.CancelledError, grpc.RpcError)):
+            await session.next()
+
+    with_registration(body)
+
+
 def test_stopping_does_not_wait_for_a_control_plane_that_never_answered():
     async def body(control: ScriptedControl, registration: Registration, server: Server) -> None:
         await control.session()
