@@ -18,7 +18,7 @@ T = TypeVar("T")
 class RouterConfig:
     """How a place for a request is chosen."""
 
-    local_prefill_max_tokens: int = 256
+    local_prefill_max_tokens: int = 64
     """Up to so many prompt tokens that the decode worker does not hold, it computes them itself."""
     max_prefill_peers: int = 3
     """Prefill workers named to the decode worker: the best one, and whom to ask after its death."""
