@@ -181,7 +181,7 @@ class Router:
         growth = self._config.growth_reserve_tokens if job.max_tokens is None else job.max_tokens
         pages = -(-(len(job.token_ids) + growth) // fingerprint.page_size)
         needed = max(0, pages - here.bit_count())
-        room = worker.load.pages_free - self._sent(worker).pages
+        room = worker.load.room_pages - self._sent(worker).pages
         prefill: tuple[Peer, ...] = ()
         uncached = len(job.token_ids) - here.bit_count() * fingerprint.page_size
         ttft_s = self._queue_s(worker) + uncached / self._prefill_rate(worker)

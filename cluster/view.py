@@ -47,6 +47,8 @@ class NodeLoad:
     ready: bool = False
     pages_total: int = 0
     pages_free: int = 0
+    room_pages: int = 0
+    """What a new request could have: free pages less those promised to running ones."""
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
@@ -196,6 +198,7 @@ def _load(message: control_pb2.Load) -> NodeLoad:
         ready=message.ready,
         pages_total=message.pages_total,
         pages_free=message.pages_free,
+        room_pages=message.room_pages,
         running=message.running,
         waiting=message.waiting,
         queued_tokens=message.queued_tokens,

@@ -36,6 +36,8 @@ class WorkerStats:
     pages_total: int
     pages_free: int
     """Free and evictable."""
+    room_pages: int
+    """What a new request could have: free pages less those promised to running ones."""
     pages_cached: int
     """In the prefix tree."""
     pages_quarantined: int
@@ -73,6 +75,7 @@ def worker_stats(
     return WorkerStats(
         pages_total=ledger.num_pages,
         pages_free=ledger.pages_free,
+        room_pages=engine.room_pages,
         pages_cached=engine.cache.num_cached,
         pages_quarantined=ledger.count(Owner.QUARANTINED) + held,
         running=running,

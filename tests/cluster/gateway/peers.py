@@ -142,7 +142,13 @@ class ScriptedWorker(worker_pb2_grpc.DecodeServiceServicer):
             await server.stop(0)
 
     def state(self, *, ready: bool = True, model: str = MODEL) -> control_pb2.NodeState:
-        load = {"ready": ready, "pages_total": self.pages_total, "pages_free": self.pages_total, **self.load}
+        load = {
+            "ready": ready,
+            "pages_total": self.pages_total,
+            "pages_free": self.pages_total,
+            "room_pages": self.pages_total,
+            **self.load,
+        }
         return control_pb2.NodeState(
             node=control_pb2.Node(
                 node_id=self.node_id,

@@ -24,7 +24,7 @@ def add(view: ClusterView, role: Role, node_id: str, keys: list[bytes] | None = 
     defaults = {
         "ready": True,
         "pages_total": 1000,
-        "pages_free": 1000,
+        "room_pages": 1000,
         "prefill_tokens_per_s": 1000.0,
         "pull_bytes_per_s": 1e6,
     }
@@ -126,8 +126,8 @@ def test_without_prefill_workers_the_decode_worker_computes_the_prompt_itself():
 
 def test_a_worker_with_room_comes_before_one_without():
     view = ClusterView()
-    add(view, Role.DECODE, "full", KEYS[:60], pages_free=2)
-    add(view, Role.DECODE, "empty", pages_free=64)
+    add(view, Role.DECODE, "full", KEYS[:60], room_pages=2)
+    add(view, Role.DECODE, "empty", room_pages=64)
     routes = Router(RouterConfig()).routes(view, job(max_tokens=16), 0.0)
     assert [(route.decode.node_id, route.has_room, route.needed_pages) for route in routes] == [
         ("empty", True, 64),
@@ -180,7 +180,7 @@ def test_what_was_placed_since_the_last_load_report_counts_as_queued_until_the_n
 
 def test_while_the_control_plane_is_away_placements_count_for_a_few_seconds_and_no_longer():
     view = ClusterView()
-    add(view, Role.DECODE, "d0", pages_free=640)
+    add(view, Role.DECODE, "d0", room_pages=640)
     add(view, Role.PREFILL, "p0")
     router = Router(RouterConfig(unreported_s=5.0))
     (fresh,) = router.routes(view, job(), 100.0)
