@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,9 @@ from protos import control_pb2, kvstore_pb2, kvstore_pb2_grpc
 from protos.serving import connect
 
 logger = logging.getLogger(__name__)
+
+_MAX_BYTES = (1 << 63) - 1
+"""What a signed offset can say; the wire's are unsigned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +141,7 @@ class KvClient:
         members = {member.incarnation for member in view.members}
         return [gone.incarnation for gone in known.values() if gone.incarnation not in members]
 
-    async def match(
+    async def matches(
         self,
         keys: Sequence[bytes],
         fragment_pages: int,
@@ -146,36 +149,41 @@ class KvClient:
         deadline_s: float,
         wanted: Iterable[int] | None = None,
         lossiest: str = EXACT,
-    ) -> list[NodeMatch]:
-        """Ask every owner at once for the pages of a prompt; return what came before `deadline_s`.
+    ) -> AsyncGenerator[NodeMatch, None]:
+        """Ask every owner at once for the pages of a prompt; yield each answer as it comes, until `deadline_s`.
 
         keys: of the prompt's pages from position 0 on. wanted: indices to ask for; None asks for all.
         deadline_s: instant of `boot_time_s`. lossiest: the worst lineage that serves the caller; a lossier page is a
         miss.
-        Never raises for what a node does. A later answer is no match: its lease is given back.
+        Never raises for what a node does. A later answer is no match: its lease is given back; so are the leases that
+        come once nobody asks this generator any more, for which it has to be closed (`contextlib.aclosing`).
         """
         now_s = boot_time_s()
         if deadline_s <= now_s:
-            return []
+            return
         groups = by_owner(keys, range(len(keys)) if wanted is None else wanted, fragment_pages, self._weights)
         asked = {
             asyncio.create_task(self._ask(node, indices, keys, deadline_s, lossiest)): node
             for node_id, indices in groups.items()
             if (node := self._owners[node_id]).silent_until_s <= now_s
         }
-        if not asked:
-            return []
+        pending = set(asked)
         try:
-            done, late = await asyncio.wait(asked, timeout=deadline_s - now_s)
-        except asyncio.CancelledError:
-            for task in asked:
+            while pending:
+                left_s = max(0.0, deadline_s - boot_time_s())
+                done, _ = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                for task in done:
+                    pending.remove(task)
+                    if (found := task.result()) is not None:
+                        yield found
+            for task in pending:
+                asked[task].silent_until_s = boot_time_s() + self._config.silence_s
+                logger.warning("storage node %s did not answer a match in time", asked[task].node_id)
+        finally:
+            for task in pending:
                 self._release_when_there(task)
-            raise
-        for task in late:
-            asked[task].silent_until_s = boot_time_s() + self._config.silence_s
-            logger.warning("storage node %s did not answer a match in time", asked[task].node_id)
-            self._release_when_there(task)
-        return [found for task in done if (found := task.result()) is not None]
 
     async def release(self, match: NodeMatch) -> None:
         """Give a lease back. Best effort, with a deadline; what is lost ends by itself at the node."""
@@ -242,11 +250,15 @@ class KvClient:
             return None
         index_of = {keys[index]: index for index in indices}
         pages: dict[int, StoredPage] = {}
+        region_bytes = min(response.card.region_bytes, _MAX_BYTES)
         for message in response.pages:
             try:
                 page = StoredPage.from_proto(message)
             except ValueError as error:
                 logger.warning("storage node %s: page %s is a miss: %s", node.node_id, message.key.hex(), error)
+                continue
+            if not 0 < page.num_bytes <= region_bytes - page.offset_bytes:
+                logger.warning("storage node %s: page %s is a miss: it leaves the region", node.node_id, page.key.hex())
                 continue
             if page.key in index_of and is_within(page.lineage, lossiest):
                 pages[index_of[page.key]] = page

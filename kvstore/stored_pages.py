@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -17,6 +18,9 @@ from kvstore.transport import boot_time_s
 
 logger = logging.getLogger(__name__)
 
+_ANSWER_SHARE = 0.5
+"""Of the time until a fetch's deadline: how long owners may take to answer. What others lend is pulled meanwhile, and
+counts only if the fetch returns before its deadline, so a silent owner must be given up earlier."""
 _OFFER_DEADLINE_S = 10.0
 """Seconds for an owner to read what it was offered. The pages stay pinned meanwhile."""
 
@@ -44,11 +48,32 @@ class StoredPages:
         Returns the page ids that hold what their key says, up to what the page's lineage has lost.
         """
         indices = [index for index, key in enumerate(keys) if key in wanted]
-        matches = await self._client.match(
-            keys, self._fragment_pages, deadline_s=deadline_s, wanted=indices, lossiest=lossiest
+        now_s = boot_time_s()
+        answers = self._client.matches(
+            keys,
+            self._fragment_pages,
+            deadline_s=now_s + (deadline_s - now_s) * _ANSWER_SHARE,
+            wanted=indices,
+            lossiest=lossiest,
         )
-        filled = await asyncio.gather(*(self._bring(match, wanted, deadline_s) for match in matches))
-        return frozenset().union(*filled)
+        bringing: list[asyncio.Task[set[int]]] = []
+        try:
+            async with contextlib.aclosing(answers):
+                async for match in answers:
+                    work = self._bring(match, wanted, deadline_s)
+                    bringing.append(asyncio.create_task(work, name=f"pages from {match.node_id}"))
+            # All of them, whatever becomes of one: others may still be writing into the pages.
+            outcomes = await asyncio.gather(*bringing, return_exceptions=True)
+        finally:
+            for task in bringing:
+                task.cancel()
+        filled: set[int] = set()
+        for task, outcome in zip(bringing, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                logger.error("%s are misses", task.get_name(), exc_info=outcome)
+            else:
+                filled |= outcome
+        return frozenset(filled)
 
     async def offer(self, cold: Sequence[ColdPage]) -> None:
         """Offer pages to their owners. When this returns, nobody reads them any more, or what is read is discarded."""
@@ -80,7 +105,7 @@ class StoredPages:
     async def _pull(self, match: NodeMatch, wanted: Mapping[bytes, int], deadline_s: float) -> set[int]:
         staged: list[tuple[StoredPage, Extent]] = []
         for page in match.pages.values():
-            extent = self._staging.allocate(page.num_bytes) if 0 < page.num_bytes <= len(self._staging.region) else None
+            extent = self._staging.allocate(page.num_bytes)
             if extent is None:
                 break  # The rest is computed; a prompt larger than the staging area gains most from its first pages.
             staged.append((page, extent))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import queue
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -20,7 +21,7 @@ from kvstore.owners import fragment_key
 from kvstore.stored import restore
 from kvstore.transport import Pull, PullExpired, PullSettled, TransportThread, boot_time_s, create_transport
 from kvstore.transport.inprocess import Fabric
-from protos import control_pb2, control_pb2_grpc, kvstore_pb2_grpc
+from protos import control_pb2, control_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc
 from protos.registration import NodeConfig
 from protos.serving import Server, serve
 from tests.kvstore.node.samples import LAYOUT, PAGE_BYTES, digests_of, key_of, page_of
@@ -78,18 +79,23 @@ class ListeningControl(control_pb2_grpc.ControlServiceServicer):
 
 
 class Gate(kvstore_pb2_grpc.KvStoreServiceServicer):
-    """A node's service that answers a match only while it is open: a node that is frozen, or too busy."""
+    """A node's service that answers a match only while it is open: a node that is frozen, or too busy.
+
+    `alter` may change the answer: a node that talks nonsense.
+    """
 
     def __init__(self, service: KvStoreService) -> None:
         self._service = service
         self.open = asyncio.Event()
         self.open.set()
+        self.alter: Callable[[kvstore_pb2.MatchResponse], None] = lambda response: None
         self.num_released = 0
         self.num_asked = 0
 
     async def Match(self, request, context):
         self.num_asked += 1
         response = await self._service.Match(request, context)
+        self.alter(response)
         await self.open.wait()
         return response
 
@@ -182,7 +188,17 @@ class Worker:
     async def match(self, num_pages: int, *, deadline_in_s: float = WAIT_S, **options) -> list[NodeMatch]:
         keys = [key_of(number) for number in range(1, num_pages + 1)]
         deadline_s = boot_time_s() + deadline_in_s
-        return await self.client.match(keys, FRAGMENT_PAGES, deadline_s=deadline_s, **options)
+        answers = self.client.matches(keys, FRAGMENT_PAGES, deadline_s=deadline_s, **options)
+        found: list[NodeMatch] = []
+        try:
+            async with contextlib.aclosing(answers):
+                async for match in answers:
+                    found.append(match)
+        except asyncio.CancelledError:
+            for match in found:
+                await self.client.release(match)
+            raise
+        return found
 
     async def fetch(self, num_pages: int) -> list[int]:
         """Numbers of the pages that came back, each checked byte by byte."""
