@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from kvstore.arena import Arena, Extent
-from kvstore.client import KvClient, NodeMatch, PageOffer
+from kvstore.client import KvClient, NodeMatch, OfferOutcome, PageOffer
 from kvstore.codecs import EXACT
 from kvstore.owners import fragment_pages
 from kvstore.pages import ColdPage
@@ -75,7 +75,7 @@ class StoredPages:
                 filled |= outcome
         return frozenset(filled)
 
-    async def offer(self, cold: Sequence[ColdPage]) -> None:
+    async def offer(self, cold: Sequence[ColdPage]) -> OfferOutcome:
         """Offer pages to their owners. When this returns, nobody reads them any more, or what is read is discarded."""
         digests = await asyncio.to_thread(self._plane.digests, [entry.page for entry in cold])
         layout = self._plane.layout
@@ -94,6 +94,7 @@ class StoredPages:
         outcome = await self._client.offer(offers, self._plane.card, layout, deadline_s=deadline_s)
         if outcome.refused:
             logger.info("%d of %d cold pages found no place in the KV store", len(outcome.refused), len(cold))
+        return outcome
 
     async def _bring(self, match: NodeMatch, wanted: Mapping[bytes, int], deadline_s: float) -> set[int]:
         """Pull what one node lends, and decode it."""

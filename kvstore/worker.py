@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
@@ -76,6 +77,7 @@ class WorkerShell:
         self._inbox = inbox
         self._load = control_pb2.Load()
         self._last_turn_s = boot_time_s()
+        self._refused_since_unix_s: float | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._server: Server | None = None
         self._registration: Registration | None = None
@@ -132,10 +134,15 @@ class WorkerShell:
                 self.spawn(self._offer(instruction), f"offer {instruction.offer_id}")
 
     async def _offer(self, offer: OfferPages) -> None:
+        num_refused = len(offer.pages)
         try:
-            await self.stored.offer(offer.pages)
+            num_refused = len((await self.stored.offer(offer.pages)).refused)
         finally:
-            self._inbox.put(OfferSettled(offer.offer_id))
+            if num_refused < len(offer.pages):
+                self._refused_since_unix_s = None
+            elif self._refused_since_unix_s is None:
+                self._refused_since_unix_s = time.time()
+            self._inbox.put(OfferSettled(offer.offer_id, num_refused))
 
     async def _obey(self, registration: Registration) -> None:
         while True:
@@ -144,6 +151,8 @@ class WorkerShell:
                 case "storage":
                     for incarnation in self.client.update(directive.storage):
                         self._plane.forget(incarnation)
+                    if not directive.storage.members:
+                        self._refused_since_unix_s = None  # Nothing is offered then.
                     self._inbox.put(StorageChanged(len(directive.storage.members)))
                 case "evict":
                     self._inbox.put(EvictPrefixes())
@@ -163,6 +172,12 @@ class WorkerShell:
         load.CopyFrom(self._load)
         load.ready = self._is_ready
         self._plane.stats.tell(load)
+        if self._refused_since_unix_s is not None:
+            load.degradations.add(
+                kind="kv-store-refuses",
+                consequence="cold pages are dropped: no storage node took any of those that were offered last",
+                since_unix_s=self._refused_since_unix_s,
+            )
         return load
 
     def _done(self, task: asyncio.Task[None]) -> None:

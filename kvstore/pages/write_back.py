@@ -38,6 +38,8 @@ class OfferPages:
 @dataclass(frozen=True, slots=True)
 class OfferSettled:
     offer_id: int
+    num_refused: int = 0
+    """Pages that no storage node took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,10 @@ class WriteBack:
             case EvictPrefixes():
                 self._emptying = True
             case OfferSettled():
+                num_cached = self._cache.num_cached
                 self._cache.written_out(self._offers.pop(event.offer_id).pages)
+                # Those that a request took meanwhile are not lost.
+                self._cache.evicted_unsaved += min(event.num_refused, num_cached - self._cache.num_cached)
 
     def due(self, spare_pages: int) -> Sequence[OfferPages]:
         """Offers to send now.
