@@ -21,7 +21,6 @@ from kvstore.transport.base import (
     Way,
     boot_time_s,
 )
-from kvstore.transport.nixl_address import same_host
 from kvstore.transport.thread import DigestsReady, EventSink, TransportEvent, TransportFailed, TransportThread
 
 if TYPE_CHECKING:
@@ -45,7 +44,6 @@ __all__ = [
     "Way",
     "boot_time_s",
     "create_transport",
-    "same_host",
 ]
 
 

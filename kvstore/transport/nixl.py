@@ -40,8 +40,7 @@ class NixlTransport(PageTransport):
         "nixl:rdma"  they did not, and the peer is on another host.
         "nixl:net"   the kernel does not count (before Linux 4.1, some sandboxes).
     Between two processes of one host everything but "nixl:cma" is a degradation (no ptrace permission, another pid
-    namespace, UCX_TLS): several times slower, and it costs CPU time at the source. It is logged once per peer;
-    `same_host` tells it from a PullSettled's path.
+    namespace, UCX_TLS): several times slower, and it costs CPU time at the source. It is logged once per peer.
     """
 
     kind = KIND

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.transport.base import Card
-
 KIND = "nixl"
 
 
@@ -39,16 +37,6 @@ class NixlAddress:
                 if separator and 0 <= base < 1 << 64 and segment_bytes > 0:
                     return cls(base=base, host=host, segment_bytes=segment_bytes, metadata=metadata)
         raise ValueError("not the address of a NIXL agent")
-
-
-def same_host(one: Card, other: Card) -> bool:
-    """Whether both processes run on one machine, so that pulls should go by CMA. False if a card does not tell."""
-    ways = one.way(KIND), other.way(KIND)
-    try:
-        hosts = [NixlAddress.from_bytes(way.blob).host for way in ways if way is not None]
-    except ValueError:
-        return False
-    return len(hosts) == 2 and hosts[0] == hosts[1]
 
 
 def this_host() -> str:

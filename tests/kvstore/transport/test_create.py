@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.transport import Card, Pull, boot_time_s, create_transport, same_host
+from kvstore.transport import Card, Pull, boot_time_s, create_transport
 from kvstore.transport.inprocess import Fabric
 
 
@@ -59,7 +59,6 @@ def test_the_first_way_that_both_have_is_taken() -> None:
     nixl_only = create_transport(("nixl",), region(), "nixl-only")
     try:
         assert [way.kind for way in both.card().ways] == ["inprocess", "nixl"]
-        assert same_host(both.card(), nixl_only.card())
         own = create_transport(("inprocess", "nixl"), region(), "own", fabric=fabric)
         paths = {}
         for card in (both.card(), nixl_only.card()):
@@ -77,12 +76,6 @@ def test_the_first_way_that_both_have_is_taken() -> None:
     finally:
         both.close()
         nixl_only.close()
-
-
-def test_cards_that_do_not_tell_their_host_are_not_taken_for_neighbours() -> None:
-    fabric = Fabric()
-    one, other = (create_transport(("inprocess",), region(), name, fabric=fabric).card() for name in "ab")
-    assert not same_host(one, other)
 
 
 def test_arrays_of_a_pull_must_agree() -> None:

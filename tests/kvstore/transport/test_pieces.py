@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.transport import Card, Pull
@@ -47,6 +47,7 @@ def test_no_bytes_are_no_pieces() -> None:
     assert single_extents(pull([3, 4], [5, 6], [0, 0]), 10) == []
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(0, 12)), max_size=12),
     st.integers(1, 40),
