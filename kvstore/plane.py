@@ -128,6 +128,8 @@ class PagePlane:
         Offsets are bytes from the start of the regions; `deadline_s` is an instant of `boot_time_s`. The wait must not
         be cancelled: shield it.
         """
+        # Before anything waits: what the wire says may not fit into an offset.
+        remote, local, sizes = (np.asarray(each, dtype=np.int64) for each in (remote_offsets, local_offsets, num_bytes))
         loop = asyncio.get_running_loop()
         future: asyncio.Future[PullSettled] = loop.create_future()
         with self._lock:
@@ -139,9 +141,9 @@ class PagePlane:
             Pull(
                 pull_id=pull_id,
                 card=card,
-                remote_offsets=np.asarray(remote_offsets, dtype=np.int64),
-                local_offsets=np.asarray(local_offsets, dtype=np.int64),
-                num_bytes=np.asarray(num_bytes, dtype=np.int64),
+                remote_offsets=remote,
+                local_offsets=local,
+                num_bytes=sizes,
                 deadline_s=deadline_s,
             )
         )
