@@ -53,6 +53,7 @@ class ListeningControl(control_pb2_grpc.ControlServiceServicer):
         self.nodes: list[control_pb2.Node] = []
         self.loads: list[control_pb2.Load] = []
         self.keys: set[bytes] = set()
+        self.storage = control_pb2.StorageView()
 
     async def Join(
         self, requests: AsyncIterator[control_pb2.JoinRequest], context: grpc.aio.ServicerContext
@@ -62,7 +63,7 @@ class ListeningControl(control_pb2_grpc.ControlServiceServicer):
                 case "registration":
                     self.nodes.append(request.registration)
                     yield control_pb2.JoinResponse(control_epoch=1, joined=control_pb2.Joined())
-                    yield control_pb2.JoinResponse(control_epoch=1, storage=control_pb2.StorageView())
+                    yield control_pb2.JoinResponse(control_epoch=1, storage=self.storage)
                 case "load":
                     self.loads.append(request.load)
                 case "prefixes":
@@ -127,7 +128,8 @@ class BareNode:
         )
 
     async def start(self) -> None:
-        self.gate = Gate(KvStoreService(self.keeper, await self.keeper.start(), offer_deadline_s=10 * WAIT_S))
+        self.card = await self.keeper.start()
+        self.gate = Gate(KvStoreService(self.keeper, self.card, offer_deadline_s=10 * WAIT_S))
 
         def register(server: grpc.aio.Server) -> Sequence[str]:
             kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(self.gate, server)
