@@ -32,6 +32,8 @@ _LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # Ray would run our nodes at nice 15, behind everything else on the machine.
     "RAY_worker_niceness": "0",
+    # UCX would listen on every interface, for whoever reads pages; on one machine nobody else does.
+    "UCX_NET_DEVICES": "lo",
 }
 
 
