@@ -1,4 +1,4 @@
-"""The order of a run: an idle Headrace and idle peers, each working in its turn; then the cancels."""
+"""The order of a run: Headrace and its peers, each working in its turn; then the cancels."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.cancel import LONGER, measure_cancels
@@ -15,7 +14,6 @@ from benchmarks.cluster import Cluster, own_cluster, running_cluster
 from benchmarks.config import ServeConfig
 from benchmarks.engines import Engine, HttpEngine
 from benchmarks.errors import BenchmarkError, Unavailable
-from benchmarks.machine import cpu_seconds
 from benchmarks.peers import open_peer
 from benchmarks.peers.setup import PeerSetup
 from benchmarks.prompts import PromptSource
@@ -29,7 +27,7 @@ WARM_UP_TOKENS = 8
 
 
 class Benchmark:
-    """One run. Only one engine works at a time; those that wait keep their processes."""
+    """One run. Only one engine works at a time; peers that wait keep their processes and use no core."""
 
     def __init__(
         self, config: ServeConfig, spec: Spec, folder: Path, runner: asyncio.Runner, say: Callable[[str], None]
@@ -65,12 +63,16 @@ class Benchmark:
 
     def run(self) -> Findings:
         """Minutes. Raises BenchmarkError; whatever was started is stopped then, too."""
-        with self._cluster(self._spec) as cluster:
-            self._take_turns(cluster)
-            if self._config.url is not None:
-                self._cancel(cluster)
-        if self._config.url is None and self._config.cancels:
-            # A cluster of its own: with so many load reports, idle processes would take from the peers' cores.
+        with contextlib.ExitStack() as stack:
+            peers = list(self._peers(stack))
+            self._findings.engines |= {peer.name: f"{peer.version}; {peer.kind}" for peer in peers}
+            self._findings.turns = {
+                name: {streams: [] for streams in self._config.streams}
+                for name in (HEADRACE, *(peer.name for peer in peers))
+            }
+            for repeat in range(self._config.repeats):
+                self._repeat(repeat, peers)
+        if self._config.cancels and (self._config.url is None or self._config.control is not None):
             timing = self._spec.timing.model_copy(update={"heartbeat_s": self._config.cancel_heartbeat_s})
             with self._cluster(self._spec.model_copy(update={"timing": timing})) as cluster:
                 self._cancel(cluster)
@@ -86,53 +88,53 @@ class Benchmark:
             yield cluster
             self._say("stopping the cluster")
 
-    def _take_turns(self, cluster: Cluster) -> None:
-        findings = self._findings
-        with contextlib.ExitStack() as stack:
-            engines = list(self._engines(cluster, stack))
-            findings.engines = {engine.name: f"{engine.version}; {engine.kind}" for engine in engines}
-            findings.turns = {each.name: {streams: [] for streams in self._config.streams} for each in engines}
-            for repeat in range(self._config.repeats):
-                for streams in self._config.streams:
-                    # Forth and back, so that none always follows the same one.
-                    for engine in engines if repeat % 2 == 0 else reversed(engines):
-                        self._say(f"repeat {repeat + 1} of {self._config.repeats}: {streams} streams, {engine.name}")
-                        self._turn(engine, streams, cluster)
+    @contextlib.contextmanager
+    def _headrace(self) -> Iterator[Engine]:
+        """Only for its turns: its idle processes would take from the cores of its peers."""
+        with self._cluster(self._spec) as cluster:
+            engine = HttpEngine(HEADRACE, _described(self._spec, self._config), cluster.target, self._runner)
+            try:
+                self._findings.engines.setdefault(engine.name, f"{engine.version}; {engine.kind}")
+                self._warm_up(engine)
+                yield engine
+            finally:
+                engine.close()
 
-    def _engines(self, cluster: Cluster, stack: contextlib.ExitStack) -> Iterator[Engine]:
-        """Headrace, then the peers that can take part, each warm. stack: closes them."""
-        for name in (HEADRACE, *self._config.peers):
+    def _peers(self, stack: contextlib.ExitStack) -> Iterator[Engine]:
+        """Those that can take part, each warm and idle. stack: closes them."""
+        for name in self._config.peers:
             self._say(f"starting {name} and warming it up")
             try:
-                engine = self._open(name, cluster)
+                peer = open_peer(name, self._peer_setup)
             except Unavailable as reason:
                 self._findings.absent[name] = str(reason)
                 self._say(f"{name} takes no part: {reason}")
                 continue
-            stack.callback(engine.close)
-            for streams in self._config.streams:  # compile kernels, touch memory, open connections
-                tokens = min(WARM_UP_TOKENS, self._config.output_tokens)
-                engine.measure(self._prompts.rounds(1, streams), tokens)
-            yield engine
+            stack.callback(peer.close)
+            self._warm_up(peer)
+            yield peer
 
-    def _open(self, name: str, cluster: Cluster) -> Engine:
-        if name == HEADRACE:
-            return HttpEngine(HEADRACE, _described(self._spec, self._config), cluster.target, self._runner)
-        return open_peer(name, self._peer_setup)
+    def _warm_up(self, engine: Engine) -> None:
+        """Once at every number of streams: kernels are compiled, memory touched, connections opened."""
+        for streams in self._config.streams:
+            tokens = min(WARM_UP_TOKENS, self._config.output_tokens)
+            engine.measure(self._prompts.rounds(1, streams), tokens)
 
-    def _turn(self, engine: Engine, streams: int, cluster: Cluster) -> None:
-        rounds = self._prompts.rounds(self._config.rounds, streams)
-        idle = cluster.pids() if engine.name != HEADRACE else []
-        begun_s, cpu_s = time.monotonic(), cpu_seconds(idle)
-        turn = engine.measure(rounds, self._config.output_tokens)
-        if idle:
-            self._findings.idle_cores.append((cpu_seconds(idle) - cpu_s) / (time.monotonic() - begun_s))
-        self._findings.turns[engine.name][streams].append(turn)
+    def _repeat(self, repeat: int, peers: Sequence[Engine]) -> None:
+        """A turn of every engine at every number of streams, all with the same prompts."""
+        self._say(f"repeat {repeat + 1} of {self._config.repeats}")
+        trace = {streams: self._prompts.rounds(self._config.rounds, streams) for streams in self._config.streams}
+        # Forth and back, so that none always follows the same one.
+        for engine in [None, *peers] if repeat % 2 == 0 else [*reversed(peers), None]:
+            with self._headrace() if engine is None else contextlib.nullcontext(engine) as ready:
+                for streams, rounds in trace.items():
+                    self._say(f"{ready.name}, {streams} streams")
+                    turn = ready.measure(rounds, self._config.output_tokens)
+                    self._findings.turns[ready.name][streams].append(turn)
 
     def _cancel(self, cluster: Cluster) -> None:
         config = self._config
-        if cluster.control is None or not config.cancels:
-            return
+        assert cluster.control is not None
         self._say(f"cancelling {config.cancels} requests")
         (prompts,) = self._prompts.rounds(1, config.cancels + 2)
         self._findings.cancels = self._runner.run(

@@ -17,7 +17,6 @@ from pathlib import Path
 from benchmarks.errors import BenchmarkError
 from benchmarks.load import Target
 from cluster.launch import HOME_VARIABLE, ClusterHome
-from cluster.launch.processes import processes_in
 from cluster.spec import HostPort, Spec, render_spec
 
 CLUSTER = "bench"
@@ -33,12 +32,6 @@ class Cluster:
     target: Target
     control: str | None
     """host:port of the control plane, where it is known."""
-    run_folder: Path | None = None
-    """All processes of a cluster of our own run in its `cwd`."""
-
-    def pids(self) -> list[int]:
-        """Of a cluster of our own; [] for another one."""
-        return processes_in(self.run_folder / "cwd") if self.run_folder else []
 
 
 @contextlib.contextmanager
@@ -70,6 +63,9 @@ def own_cluster(spec: Spec, home: Path) -> Iterator[Cluster]:
         ) as process:
             try:
                 said, _ = process.communicate(timeout=deadline_s)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                raise BenchmarkError(f"`headrace {arguments[0]}` takes longer than {deadline_s:.0f} s") from None
             except BaseException:
                 process.terminate()
                 raise
@@ -78,14 +74,12 @@ def own_cluster(spec: Spec, home: Path) -> Iterator[Cluster]:
 
     try:
         headrace("up", "--detach", "--spec", str(file), deadline_s=START_DEADLINE_S)
-        cluster_home = ClusterHome(CLUSTER, home)
-        addresses, launcher = cluster_home.addresses(), cluster_home.launcher()
-        if addresses is None or launcher is None:
-            raise BenchmarkError(f"the cluster ended as soon as it was ready; see {cluster_home.logs}")
+        addresses = ClusterHome(CLUSTER, home).addresses()
+        if addresses is None:
+            raise BenchmarkError("the cluster ended as soon as it was ready")
         yield Cluster(
             target=Target(url=f"http://{addresses.http}", model=addresses.models[0]),
             control=addresses.control,
-            run_folder=Path(launcher.run_folder),
         )
     finally:
         with _uninterrupted():

@@ -84,19 +84,6 @@ def read_bandwidth(num_threads: int, num_bytes: int = _READ_BYTES) -> float:
     return num_threads * num_bytes / best_s
 
 
-def cpu_seconds(pids: list[int]) -> float:
-    """CPU time of these processes so far; one that has ended counts nothing."""
-    ticks = 0
-    for pid in pids:
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        user, system = stat.rpartition(")")[2].split()[11:13]
-        ticks += int(user) + int(system)
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 def _cpu_model() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")

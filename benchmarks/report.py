@@ -11,6 +11,11 @@ from benchmarks.machine import Machine, Moment
 from benchmarks.result import Findings, as_json, cancel_lines, engine_lines
 from benchmarks.tables import cancel_table, engine_table
 
+NOISE = 0.25
+"""Load average per core that is no longer quiet. Threads that wait for one another at every layer lose much more to a
+neighbour than one thread does: on two cores at a load of 8, decode steps of transformers and llama.cpp with two threads
+took a quarter of a second to three seconds."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
@@ -57,7 +62,6 @@ class Report:
                         engine: {streams: [turn.output_tokens_per_s for turn in turns] for streams, turns in by.items()}
                         for engine, by in findings.turns.items()
                     },
-                    "headrace_idle_cores": findings.idle_cores,
                     "cancel": None if findings.cancels is None else cancel_lines(findings.cancels),
                     "cancel_times": findings.cancels,
                 }
@@ -81,8 +85,12 @@ class Report:
         ours = next(iter(findings.turns.values()))
         client_cores = max(turn.driver_cores for turns in ours.values() for turn in turns)
         lines.append(f"the load generator used at most {client_cores:.2f} cores beside Headrace")
-        if findings.idle_cores:
-            lines.append(f"the waiting Headrace used at most {max(findings.idle_cores):.2f} cores beside its peers")
+        if config.url is not None:
+            lines.append("the server that was measured kept its processes, and what they use idle, beside its peers")
+        if self.before.load_average > NOISE * machine.cores:
+            lines.append(
+                "the machine was busy before the run began: do not trust the figures of engines with more threads"
+            )
         return lines
 
     def _prefixes(self) -> str:

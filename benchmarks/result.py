@@ -29,8 +29,6 @@ class Findings:
     """Who took part, and how."""
     absent: dict[str, str] = field(default_factory=dict)
     """Peers that could not take part, and why."""
-    idle_cores: list[float] = field(default_factory=list)
-    """Cores that Headrace's waiting processes used, per turn of a peer."""
     cancels: CancelTimes | None = None
 
 

@@ -35,7 +35,6 @@ def findings() -> Findings:
         },
         engines={HEADRACE: "one worker", "peer": "peer 1.0; fixed batch"},
         absent={"vllm": "not installed"},
-        idle_cores=[0.02],
     )
 
 
