@@ -9,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from engine.tokenizer import Tokenizer, load_tokenizer
-
 from cluster.gateway.errors import InvalidRequest, NotFound
 from engine.config import load_config
 from engine.errors import BrokenChat
 from engine.source import ModelSource
+from engine.tokenizer import Tokenizer, load_tokenizer
 
 T = TypeVar("T")
 
