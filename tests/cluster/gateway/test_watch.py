@@ -175,7 +175,7 @@ def test_a_watcher_that_fails_on_a_message_says_so_and_watches_on(caplog):
             await server.stop(0)
 
     asyncio.run(scenario())
-    (failure,) = [record for record in caplog.records if record.exc_info]
+    (failure,) = [record for record in caplog.records if record.exc_info and record.name == "cluster.watch"]
     assert "a field of the future" in caplog.text
     assert failure.name == "cluster.watch"
 
