@@ -89,7 +89,7 @@ class Report:
             lines.append("the server that was measured kept its processes, and what they use idle, beside its peers")
         if self.before.load_average > NOISE * machine.cores:
             lines.append(
-                "the machine was busy before the run began: do not trust the figures of engines with more threads"
+                "THE MACHINE WAS BUSY before the run began: engines with several threads suffer most from that"
             )
         return lines
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import socket
 import subprocess
 import time
@@ -73,11 +76,11 @@ class VllmServer(HttpEngine):
 
     def _stop(self) -> None:
         self._process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with contextlib.suppress(ProcessLookupError):  # it, if it is still there, and workers that outlived it
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def _check_installed(python: str) -> None:
