@@ -30,7 +30,7 @@ class StoreBounds:
     max_writing_share: float = 0.25
     """Share of the memory that offers may fill before their pages count, pulls that never settle included."""
     spare_share: float = 1 / 64
-    """Share of the memory that is evicted at once: finding the coldest pages walks the whole tree."""
+    """Share of the memory that is evicted at once: trying out what would make room starts with a copy of the holes."""
 
     def __post_init__(self) -> None:
         if self.max_lease_s <= 0:
@@ -47,7 +47,7 @@ class _Eviction:
 
     cold: Iterator[Copy]
     spare_bytes: float
-    """Still to be freed beyond what is needed, so that the next offers need no walk."""
+    """Still to be freed beyond what is needed, so that the next offers need not evict."""
 
 
 class Store:

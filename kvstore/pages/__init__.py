@@ -2,6 +2,7 @@
 
 from kvstore.pages.cache import ColdPage, PageCache, allocate_region
 from kvstore.pages.digest import bytes_digest, page_digests
+from kvstore.pages.eviction import Eviction, LeafLru
 from kvstore.pages.keys import KEY_BYTES, Namespace, extend_key, page_keys, salted
 from kvstore.pages.layout import PageLayout
 from kvstore.pages.ledger import InvalidTransition, Ledger, OutOfPages, Owner, PinKind
@@ -13,7 +14,9 @@ __all__ = [
     "KEY_BYTES",
     "ColdPage",
     "EvictPrefixes",
+    "Eviction",
     "InvalidTransition",
+    "LeafLru",
     "Ledger",
     "Namespace",
     "OfferPages",

@@ -11,7 +11,6 @@ from kvstore.pages import (
     Owner,
     PageCache,
     PageLayout,
-    PageTree,
     PinKind,
     allocate_region,
     page_keys,
@@ -147,18 +146,6 @@ def test_changes_that_cancel_out_are_not_reported():
     assert cache.drain_changes() == (keys, [])
     cache.evict_all()
     assert cache.drain_changes() == ([], keys)
-
-
-def test_a_missing_page_leaves_a_hole_and_does_not_shift_its_neighbours():
-    tree: PageTree[str] = PageTree()
-    for key, parent in ((b"a", None), (b"b", b"a"), (b"c", b"b")):
-        tree.insert(key, parent, key.decode())
-    tree.remove(b"b")
-    assert tree.match([b"a", b"b", b"c"]) == ["a", None, "c"]
-    tree.check()
-    tree.insert(b"b", b"a", "again")
-    assert [key for key, _ in tree.coldest()] == [b"c", b"b", b"a"]
-    tree.check()
 
 
 class CacheMachine(RuleBasedStateMachine):
