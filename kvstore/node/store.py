@@ -7,7 +7,7 @@ business of `keeper.py`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.arena import Arena, Extent
@@ -23,31 +23,18 @@ from kvstore.stored import StoredPage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreBounds:
-    """What clients may take, and what an eviction takes at once."""
+    """What clients may take."""
 
     max_lease_s: float = 30.0
     """Longest hold that a reader is granted; it may ask for less."""
     max_writing_share: float = 0.25
     """Share of the memory that offers may fill before their pages count, pulls that never settle included."""
-    spare_share: float = 1 / 64
-    """Share of the memory that is evicted at once: trying out what would make room starts with a copy of the holes."""
 
     def __post_init__(self) -> None:
         if self.max_lease_s <= 0:
             raise ValueError(f"max_lease_s must be > 0, got {self.max_lease_s}")
         if not 0 < self.max_writing_share <= 1:
             raise ValueError(f"max_writing_share must be in (0, 1], got {self.max_writing_share}")
-        if not 0 <= self.spare_share < 1:
-            raise ValueError(f"spare_share must be in [0, 1), got {self.spare_share}")
-
-
-@dataclass(slots=True)
-class _Eviction:
-    """One walk over the coldest pages, for all that an offer needs."""
-
-    cold: Iterator[Copy]
-    spare_bytes: float
-    """Still to be freed beyond what is needed, so that the next offers need not evict."""
 
 
 class Store:
@@ -156,10 +143,12 @@ class Store:
                 wanted.append(page)
         taken: dict[Extent, OfferedPage] = {}
         limit_bytes = self._bounds.max_writing_share * self.arena.capacity_bytes - self._writes.num_bytes
-        eviction = _Eviction(self._index.coldest(), self._bounds.spare_share * self.arena.capacity_bytes)
+        rest_bytes = sum(Extent(0, page.num_bytes).occupied_bytes for page in wanted)
         for page in wanted:
-            fits = Extent(0, page.num_bytes).occupied_bytes <= limit_bytes
-            extent = self._room(page.num_bytes, eviction) if fits else None
+            occupied_bytes = Extent(0, page.num_bytes).occupied_bytes
+            fits = occupied_bytes <= limit_bytes
+            extent = self._room(page.num_bytes, min(rest_bytes, limit_bytes)) if fits else None
+            rest_bytes -= occupied_bytes
             if extent is None:
                 refused.append(page.key)
                 continue
@@ -233,23 +222,25 @@ class Store:
         copy = self._index.get(page.key)
         return copy is not None and is_within(copy.header.lineage, page.lineage, self._codecs)
 
-    def _room(self, num_bytes: int, eviction: _Eviction) -> Extent | None:
-        """An extent, evicting where needed. None if that cannot help, and then nothing is evicted."""
+    def _room(self, num_bytes: int, with_rest_bytes: float) -> Extent | None:
+        """An extent, evicting where needed. None if that cannot help, and then nothing is evicted.
+
+        with_rest_bytes: that the offer needs from here on, this page included; evicted for at once, because trying out
+        what would make room starts with a copy of the holes.
+        """
         extent = self.arena.allocate(num_bytes)
         if extent is not None:
             return extent
         needed = Extent(0, num_bytes).occupied_bytes
         trial = self.arena.holes()
-        enough = trial.free_bytes + eviction.spare_bytes
         victims: list[Copy] = []
-        for copy in eviction.cold:
+        for copy in self._index.coldest():
             trial.give(copy.extent.offset_bytes, copy.extent.occupied_bytes)
             victims.append(copy)
-            if trial.largest_bytes >= needed and trial.free_bytes >= enough:
+            if trial.largest_bytes >= needed and trial.free_bytes >= with_rest_bytes:
                 break
         if trial.largest_bytes < needed:
             return None
-        eviction.spare_bytes = 0
         self._index.evict(victims)
         self.num_evicted += len(victims)
         return self.arena.allocate(num_bytes)

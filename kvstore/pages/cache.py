@@ -14,10 +14,6 @@ from kvstore.pages.layout import PageLayout
 from kvstore.pages.ledger import Ledger, OutOfPages, Owner, PinKind
 from kvstore.pages.tree import PageTree
 
-_EVICTION_BATCH = 32
-"""Most pages evicted at once beyond what is needed: finding the coldest walks the whole tree. A small tree is walked
-quickly, and its pages are dear: at most an eighth of it goes."""
-
 
 def allocate_region(num_bytes: int) -> npt.NDArray[np.uint8]:
     """uint8 [num_bytes], page-aligned, zeroed and touched: the first use of an untouched pool is ten times slower.
@@ -95,8 +91,7 @@ class PageCache:
         if num_pages > self.ledger.pages_free:
             raise OutOfPages(num_pages, self.ledger.pages_free)
         if num_pages > self.ledger.num_free:
-            needed = num_pages - self.ledger.num_free
-            self._evict(max(needed, min(_EVICTION_BATCH, self.ledger.num_evictable // 8)))
+            self._evict(num_pages - self.ledger.num_free)
         return self.ledger.reserve(num_pages)
 
     def publish(self, page: int, keys: Sequence[bytes], index: int) -> bool:

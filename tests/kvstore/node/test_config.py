@@ -22,7 +22,7 @@ def test_a_storage_config_that_cannot_be_is_refused(changes):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"max_lease_s": 0.0}, {"max_writing_share": 0.0}, {"max_writing_share": 1.1}, {"spare_share": 1.0}],
+    [{"max_lease_s": 0.0}, {"max_writing_share": 0.0}, {"max_writing_share": 1.1}],
 )
 def test_bounds_that_cannot_be_are_refused(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):

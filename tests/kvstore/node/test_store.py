@@ -18,7 +18,7 @@ class Node:
 
     def __init__(self, num_pages: int = 8, *, write_behind: bool = True, **bounds) -> None:
         arena = Arena(np.zeros(num_pages * PAGE_BYTES, np.uint8))
-        wide = StoreBounds(**{"max_writing_share": 1.0, "spare_share": 0.0, **bounds})
+        wide = StoreBounds(**{"max_writing_share": 1.0, **bounds})
         self.store = Store(arena, "life-1", wide, write_behind=write_behind, codecs=WITH_LOSSY)
 
     def offer(self, *pages: OfferedPage, deadline_s: float = 10.0, now_s: float = 0.0) -> OfferPlan:
@@ -234,20 +234,20 @@ def test_nothing_is_evicted_for_a_page_that_does_not_fit_even_so():
     node.store.check()
 
 
-def test_an_eviction_frees_some_spare_room_at_once():
-    node = Node(num_pages=8, write_behind=False, spare_share=0.5)
-    node.put(1, 2, 3, 4, 5, 6, 7, 8)
-    node.put(9)
-    assert node.has(*range(1, 10)) == [5, 6, 7, 8, 9]
-    assert node.store.num_evicted == 4
-
-
-def test_one_offer_frees_the_spare_room_once():
-    node = Node(num_pages=8, write_behind=False, spare_share=0.25)
+def test_an_offer_evicts_as_much_as_it_needs():
+    node = Node(num_pages=8, write_behind=False)
     node.put(1, 2, 3, 4, 5, 6, 7, 8)
     node.put(9, 10, 11)
     assert node.store.num_evicted == 3
     assert node.has(*range(1, 12)) == [4, 5, 6, 7, 8, 9, 10, 11]
+
+
+def test_nothing_is_evicted_for_pages_that_may_not_be_taken():
+    node = Node(num_pages=8, write_behind=False, max_writing_share=0.25)
+    for number in range(1, 9):
+        node.put(number)
+    assert node.offer(*map(offered, range(9, 13))).refused == (key_of(11), key_of(12))
+    assert node.store.num_evicted == 2
 
 
 def test_a_known_page_is_not_evicted_for_its_companions():

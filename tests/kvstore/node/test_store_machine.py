@@ -30,9 +30,9 @@ class StoreMachine(RuleBasedStateMachine):
     leases = Bundle("leases")
     encodings = Bundle("encodings")
 
-    @initialize(capacity=st.integers(4, 14), writing=st.sampled_from([0.3, 1.0]), spare=st.sampled_from([0.0, 0.2]))
-    def start(self, capacity, writing, spare):
-        bounds = StoreBounds(max_lease_s=8.0, max_writing_share=writing, spare_share=spare)
+    @initialize(capacity=st.integers(4, 14), writing=st.sampled_from([0.3, 1.0]))
+    def start(self, capacity, writing):
+        bounds = StoreBounds(max_lease_s=8.0, max_writing_share=writing)
         self.store = Store(Arena(np.zeros(capacity * 2048, np.uint8)), "life-1", bounds, codecs=WITH_LOSSY)
         self.now_s = 0.0
         self.here: set[bytes] = set()
