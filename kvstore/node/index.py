@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore.arena import Arena, Extent
-from kvstore.pages import PageLayout, PageTree
+from kvstore.pages import Eviction, PageLayout, PageTree
 from kvstore.stored import StoredPage
 
 
@@ -29,9 +29,9 @@ class Copy:
 class Index:
     """The copies of an arena: at most one current one per key, in a prefix tree, and the retired ones still in use."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, eviction: Eviction) -> None:
         self._arena = arena
-        self._tree: PageTree[Copy] = PageTree()
+        self._tree: PageTree[Copy] = PageTree(eviction)
         self._retired: set[Copy] = set()
         self._added: set[bytes] = set()
         self._removed: set[bytes] = set()

@@ -17,7 +17,7 @@ from kvstore.node.index import Copy, Index
 from kvstore.node.leases import Leases
 from kvstore.node.write_behind import WriteBehind
 from kvstore.node.writes import Writes
-from kvstore.pages import PageLayout
+from kvstore.pages import Eviction, LeafFrequency, PageLayout
 from kvstore.stored import StoredPage
 
 
@@ -48,9 +48,11 @@ class Store:
         *,
         write_behind: bool = True,
         codecs: Mapping[str, Codec] = CODECS,
+        eviction: Eviction | None = None,
     ) -> None:
         """incarnation: of the node, new at every start of its process.
         write_behind: whether raw pages are to be re-encoded losslessly.
+        eviction: which pages go first when there is no room; by how often they were used, without one.
         """
         self.arena = arena
         self.num_served = 0
@@ -60,7 +62,7 @@ class Store:
         self.num_evicted = 0
         self._bounds = bounds
         self._codecs = codecs
-        self._index = Index(arena)
+        self._index = Index(arena, eviction or LeafFrequency())
         self._leases: Leases[Copy] = Leases(incarnation)
         self._writes = Writes(arena)
         self._write_behind = WriteBehind(arena, self._index, codecs) if write_behind else None

@@ -2,7 +2,7 @@
 
 from kvstore.pages.cache import ColdPage, PageCache, allocate_region
 from kvstore.pages.digest import bytes_digest, page_digests
-from kvstore.pages.eviction import Eviction, LeafLru
+from kvstore.pages.eviction import Eviction, LeafFrequency, LeafLru
 from kvstore.pages.keys import KEY_BYTES, Namespace, extend_key, page_keys, salted
 from kvstore.pages.layout import PageLayout
 from kvstore.pages.ledger import InvalidTransition, Ledger, OutOfPages, Owner, PinKind
@@ -16,6 +16,7 @@ __all__ = [
     "EvictPrefixes",
     "Eviction",
     "InvalidTransition",
+    "LeafFrequency",
     "LeafLru",
     "Ledger",
     "Namespace",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 
@@ -30,7 +31,7 @@ class Eviction(ABC):
 
     @abstractmethod
     def left(self, key: bytes, num_uses: int, num_pages: int) -> None:
-        """A page has left a tree in which `num_pages` are."""
+        """A page has left a tree, in which `num_pages` are now."""
 
 
 class LeafLru(Eviction):
@@ -49,3 +50,66 @@ class LeafLru(Eviction):
 
     def left(self, key: bytes, num_uses: int, num_pages: int) -> None:
         pass
+
+
+class LeafFrequency(Eviction):
+    """The leaf with the fewest uses per idle time goes first, uses before an earlier eviction included.
+
+    Most pages are used once, and those that were used again will be again: in traces of conversations and of questions
+    about documents, the hazard of the next use grows about linearly with the uses so far and falls with the idle time.
+    """
+
+    num_queues = 16
+    _POWER = 0.75
+    _YOUNG = 0.3
+    """Idle time, in uses of as many pages as the tree has, within which age counts little: turns of a conversation are
+    some time apart. On the conversation trace at 5 % capacity, 0.1 to 1 gave the same within half a point."""
+
+    def __init__(self) -> None:
+        self._weights = [math.pow(uses, self._POWER) for uses in range(1, self.num_queues + 1)]
+        self._gone = _RecentlyGone()
+
+    def queue(self, num_uses: int) -> int:
+        return min(num_uses, self.num_queues) - 1
+
+    def worth(self, queue: int, idle_uses: int, num_pages: int) -> float:
+        return self._weights[queue] / (idle_uses + self._YOUNG * num_pages + 1)
+
+    def arrived(self, key: bytes) -> int:
+        return 1 + self._gone.num_uses(key)
+
+    def left(self, key: bytes, num_uses: int, num_pages: int) -> None:
+        self._gone.add(key, num_uses, num_pages)
+
+
+class _RecentlyGone:
+    """How often pages were used that are here no longer: a sketch in two generations, 64 bytes per page of the tree.
+
+    Keys are uniformly distributed, so their bytes are the places. A page counts as used as often as both of its places
+    say; a stranger does so by mistake in one case of twenty.
+    """
+
+    _PAGES = 4
+    """Pages that go in one generation, by pages of the tree. Remembered is what went in this one and in the last."""
+    _PLACES = 8
+    """Bytes per page that goes in a generation."""
+    _MIN_PAGES = 64
+
+    def __init__(self) -> None:
+        self._old = self._new = bytearray(1)
+        self._left_in_generation = 0
+
+    def num_uses(self, key: bytes) -> int:
+        return max(min(uses[place] for place in _places(key, uses)) for uses in (self._old, self._new))
+
+    def add(self, key: bytes, num_uses: int, num_pages: int) -> None:
+        if not self._left_in_generation:
+            self._left_in_generation = self._PAGES * max(num_pages, self._MIN_PAGES)
+            self._old, self._new = self._new, bytearray(self._PLACES * self._left_in_generation)
+        self._left_in_generation -= 1
+        for place in _places(key, self._new):
+            self._new[place] = max(self._new[place], min(num_uses, 255))
+
+
+def _places(key: bytes, uses: bytearray) -> tuple[int, int]:
+    return int.from_bytes(key[:8], "little") % len(uses), int.from_bytes(key[8:16], "little") % len(uses)

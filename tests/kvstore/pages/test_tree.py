@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore.pages import PageTree
-from kvstore.pages.eviction import Eviction, LeafLru
+from kvstore.pages.eviction import Eviction, LeafFrequency, LeafLru
 
 
 def chain(tree: PageTree[str], *keys: bytes) -> None:
@@ -213,3 +213,11 @@ class TreeMachine(RuleBasedStateMachine):
 
 TestLeafLru = TreeMachine.TestCase
 TestLeafLru.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+class FrequencyMachine(TreeMachine):
+    eviction = LeafFrequency
+
+
+TestLeafFrequency = FrequencyMachine.TestCase
+TestLeafFrequency.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
